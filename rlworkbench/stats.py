@@ -9,7 +9,6 @@ __all__ = ['VERDICTS', 'as_floats', 'nanmean', 'correct_count', 'accuracy', 'mea
            'all_of']
 
 # %% ../nbs/core/stats.ipynb #0023f218
-"Evaluation measures, paired intervals over seeds and problems, and verdicts computed from a rule."
 import itertools, math, re
 from dataclasses import dataclass
 import numpy as np
