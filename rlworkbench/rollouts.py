@@ -282,7 +282,7 @@ class Monitor:
         return {}
 
 # %% ../nbs/core/rollouts.ipynb #8c3805bf
-def split_head(model)->tuple: # decoder(ids, ...) -> last_hidden_state; head(hidden (...,H)) -> logits (...,V) float32; its config
+def split_head(model)->tuple: # decoder(ids, ...) -> last_hidden_state; head(hidden (...,H)) -> logits (...,V), at least float32; the config
     "A causal language model as decoder and head; sees through PEFT."
     if hasattr(model, "get_base_model"):
         if model.active_peft_config.is_prompt_learning: raise ValueError(f"peft_type={model.active_peft_config.peft_type} prepends learned tokens; use LoRA or another adapter that changes weights")
@@ -290,7 +290,8 @@ def split_head(model)->tuple: # decoder(ids, ...) -> last_hidden_state; head(hid
     decoder, lm_head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
     cap, divide, times = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"))
     def head(hidden):
-        logits = lm_head(hidden).float()
+        logits = lm_head(hidden)
+        if logits.dtype != torch.float64: logits = logits.float()
         if divide: logits = logits / divide
         if times: logits = logits * times
         return torch.tanh(logits / cap) * cap if cap else logits
@@ -443,6 +444,7 @@ def _watch(monitors, rows, t, logits, tokens, values, alive, ended):
     "(n,) stop code of rows cut by a monitor, -1 elsewhere. Rows that have left are not shown."
     codes = torch.full_like(rows, -1)
     live = alive.nonzero()[:, 0]
+    if len(live) == 0: return codes
     if len(live) < len(rows): rows, logits, tokens, values = rows[live], logits[live], tokens[live], None if values is None else values[live]
     for m in monitors:
         stop = m.update(rows, t, logits, tokens, values) & ~ended[live]
@@ -453,7 +455,7 @@ def _generate(s, ids, mask, forced, ends):
     (B, P), device = ids.shape, ids.device
     decoder, head, config = split_head(s.model)
     cache, force = make_cache(config, P + s.max_new_tokens), _forced_table(forced, s.max_new_tokens, B, device)
-    padded, plain = not bool(mask.all()), config._attn_implementation == "sdpa" and not any(getattr(cache, "is_sliding", ()))
+    padded, plain = not bool(mask.all()), config._attn_implementation == "sdpa" and all(type(layer) is _layer_class() for layer in cache.layers)
     seen = torch.cat([mask, mask.new_ones(B, s.max_new_tokens)], 1)
     if plain: seen = seen.bool()[:, None, None]      # sdpa takes it as it is; the library would build it anew each step
     for m in s.monitors: m.start(B, device)
