@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GREY', 'BLUE', 'VERMILION', 'GREEN', 'ORANGE', 'PINK', 'SKY', 'INK', 'FAINT', 'UP', 'DOWN', 'UNTRAINED', 'WIDTH',
-           'DPI', 'style', 'png', 'new_figure', 'arm_styles', 'curves', 'forest', 'token_strip', 'training_strip']
+           'DPI', 'style', 'png', 'new_figure', 'arm_styles', 'curves', 'forest', 'token_strip', 'training_strip',
+           'stage_map', 'Slider', 'Choice', 'Toggle', 'Clicks', 'has_front_end', 'Explorer']
 
 # %% ../nbs/core/figures.ipynb #b6eb414f
 import asyncio, base64, functools, html, io, math, os, sys
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 import numpy as np
+from .papers import PAPERS, STAGES, state
 from .stats import Interval, as_floats, parse_rule
 
 # %% ../nbs/core/figures.ipynb #098e30d2
@@ -112,7 +114,8 @@ def _end_labels(ax, ends): # ends: (x, y, text, colour), placed apart from each 
         placed.append((max(y, placed[-1][0]+gap) if placed else y, x, text, colour))
     over = max(0., placed[-1][0]-high) if placed else 0.
     for y, x, text, colour in placed:
-        ax.annotate(text, (x, y-over), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour, annotation_clip=False)
+        ax.annotate(text, (x, y-over), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour, annotation_clip=False,
+                    bbox=dict(facecolor="white", edgecolor="none", alpha=.85, pad=.8))
 
 def _line(ax, x, mean, low, high, look):
     "One arm: line, band, and a marker on every point that has no neighbour to be joined to."
@@ -154,6 +157,7 @@ def curves(results,            # {arm: {x, mean, low, high}}, {arm: {measure: {.
 def _curve_panel(ax, lines, looks, xlabel, ylabel, title, marks, ylim):
     "All arms of one measure."
     ends, missing = [], []
+    ax.margins(x=.015)
     for arm, (x, mean, low, high) in lines.items():
         known = _line(ax, x, mean, low, high, looks[arm])
         if known.any(): ends.append((x[known][-1], mean[known][-1], arm, looks[arm]["color"]))
@@ -190,7 +194,7 @@ def forest(comparisons, # {name: Interval}, or the `comparisons` of a results fi
     if not isinstance(comparisons, Mapping): comparisons = {f"{c['arm']} − {c['against']}\n{c['measure']}": c for c in comparisons}
     rows = [_as_comparison(*item) for item in comparisons.items()]
     t_shown = any(not math.isnan(r[4]) for r in rows)
-    caption = f"Bar: {level:.0%} interval, seeds resampled first, then problems." + (" Thin line: t interval over seeds." if t_shown else "")
+    caption = f"Bar: {100*level:g} % interval, seeds resampled first, then problems." + (" Thin line: t interval over seeds." if t_shown else "")
     with style():
         fig, ax = new_figure(height=1.25+.42*len(rows), caption=caption, alt="; ".join(f"{r[0]}: {r[1]:+.3f} [{r[2]:+.3f}, {r[3]:+.3f}]" for r in rows).replace("\n", " "))
         for y, (name, mean, low, high, t_low, t_high) in enumerate(rows):
@@ -323,7 +327,6 @@ def _strip_scale(ax, y, x, limit, unit, untrained, missing, printed):
     for i in range(n): ax.add_patch(Rectangle((x+i*w, y-4), w, 8, facecolor=_colour((2*(i+.5)/n-1)*limit, limit), linewidth=0))
     ax.add_patch(Rectangle((x, y-4), n*w, 8, fill=False, edgecolor="#AAAAAA", linewidth=.5))
     small = dict(fontsize=7.5, va="center", color="#444444")
-    ax.text(x, y-5, "", **small)
     ax.text(x-4, y, f"−{limit:.3g}", ha="right", **small)
     x += n*w + 4
     text = f"+{limit:.3g} {unit}".rstrip() + ("" if printed else "   (bar: the same value)")
@@ -365,3 +368,271 @@ def training_strip(history,      # {metric: values}, or a list of log rows {step
         for ax in axes[-1]: ax.set_xlabel(x, fontsize=8)
         if title: fig.suptitle(title, x=.012, ha="left", fontsize=10, fontweight="bold")
     return fig
+
+# %% ../nbs/core/figures.ipynb #5c6cc909
+def stage_map(papers=PAPERS, # to show
+              root=None,     # the project's folder, for what is ready; found from the working directory if None
+              title="Which stages of a training step each paper changes",
+             ):
+    "The nine stages against the papers, grouped by home stage; filled marks are ready."
+    stages, row = list(STAGES), .205
+    groups = {s: [p for p in papers if p.home == s] for s in stages}
+    groups = {s: ps for s, ps in groups.items() if ps}
+    n_rows = len(papers) + 1.15*len(groups)
+    ready = {p.number: state(p, root).ready for p in papers}
+    with style():
+        fig, ax = new_figure(height=n_rows*row+1.05, alt=f"map of {len(stages)} stages and {len(papers)} papers, {sum(ready.values())} of them ready")
+        fig.set_layout_engine("none"); ax.set_position([.2, .35/fig.get_figheight(), .785, 1-1.0/fig.get_figheight()])
+        ax.set(xlim=(-.5, len(stages)-.5), ylim=(n_rows+.1, 0), xticks=range(len(stages)), xticklabels=[s.replace("_", "\n") for s in stages], yticks=[])
+        ax.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=8.5, pad=4)
+        ax.grid(False); [spine.set_visible(False) for spine in ax.spines.values()]
+        for x in range(0, len(stages), 2): ax.axvspan(x-.5, x+.5, color="#F5F5F5", linewidth=0, zorder=0)
+        y = 0.
+        for home, members in groups.items():
+            ax.plot([-.5-.2/.785*len(stages)+.12, len(stages)-.5], [y+.12]*2, color="#BBBBBB", linewidth=.8, clip_on=False)
+            ax.annotate(f"{home}: {STAGES[home]}", (0, y+.72), xycoords=("figure fraction", "data"), xytext=(9, 0), textcoords="offset points", va="center", fontsize=7.5, color="#666666", style="italic", annotation_clip=False)
+            y += 1.15
+            for p in members: _map_row(ax, p, y+.5, ready[p.number], stages); y += 1
+        fig.text(.012, 1-.2/fig.get_figheight(), title, fontsize=10, fontweight="bold", va="center")
+        _map_legend(fig)
+    return fig
+
+def _map_row(ax, p, y, is_ready, stages):
+    "One paper: its name, and a mark in each stage that it changes."
+    colour = BLUE if is_ready else "#9A9A9A"
+    ax.annotate(f"{p.number:02d}  {p.name}", (0, y), xycoords=("figure fraction", "data"), xytext=(9, 0), textcoords="offset points", va="center",
+                fontsize=8.5, fontweight="bold" if is_ready else "normal", color=INK if is_ready else "#555555", annotation_clip=False)
+    at = [stages.index(s) for s in p.stages]
+    ax.plot([min(at), max(at)], [y, y], color=colour, linewidth=1, zorder=2)
+    for x, s in zip(at, p.stages):
+        ax.plot(x, y, "s" if s == p.home else "o", markersize=9 if s == p.home else 6.5, color=colour if is_ready else "white", markeredgecolor=colour, markeredgewidth=1.3, zorder=3)
+
+def _map_legend(fig):
+    "What the marks mean."
+    ax = fig.add_axes([0, 0, 1, .3/fig.get_figheight()], frame_on=False, xticks=[], yticks=[], xlim=(0, 900), ylim=(0, 30))
+    ax.grid(False)
+    for x, marker, size, face, edge, text in ((20, "s", 9, BLUE, BLUE, "ready, the stage of the idea"), (235, "o", 6.5, BLUE, BLUE, "ready, also changed"), (410, "s", 9, "white", "#9A9A9A", "planned, the stage of the idea"), (640, "o", 6.5, "white", "#9A9A9A", "planned, also changed")):
+        ax.plot(x, 15, marker, markersize=size, color=face, markeredgecolor=edge, markeredgewidth=1.3)
+        ax.text(x+11, 15, text, va="center", fontsize=8, color="#444444")
+
+# %% ../nbs/core/figures.ipynb #7ae71d4d
+@dataclass(frozen=True)
+class Slider:
+    "A number between two ends."
+    low:float
+    high:float
+    value:float
+    step:float|None=None # a hundredth of the range if None; 1 for integers
+    label:str|None=None
+    def check(self, value):
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not self.low <= value <= self.high: raise ValueError(f"must be a number from {self.low:g} to {self.high:g}, got {value!r}")
+    def widget(self, name):
+        import ipywidgets
+        whole = all(isinstance(v, int) for v in (self.low, self.high, self.value))
+        kind, step = (ipywidgets.IntSlider, self.step or 1) if whole else (ipywidgets.FloatSlider, self.step or (self.high-self.low)/100)
+        return kind(value=self.value, min=self.low, max=self.high, step=step, description=self.label or name, style={"description_width": "initial"})
+
+@dataclass(frozen=True)
+class Choice:
+    "One of several options."
+    options:tuple
+    value:object=None # the first option if None
+    label:str|None=None
+    def __post_init__(self):
+        object.__setattr__(self, "options", tuple(self.options))
+        if self.value is None: object.__setattr__(self, "value", self.options[0])
+    def check(self, value):
+        if value not in self.options: raise ValueError(f"must be one of {list(self.options)}, got {value!r}")
+    def widget(self, name):
+        import ipywidgets
+        return ipywidgets.Dropdown(options=self.options, value=self.value, description=self.label or name, style={"description_width": "initial"})
+
+@dataclass(frozen=True)
+class Toggle:
+    "Yes or no."
+    value:bool=False
+    label:str|None=None
+    def check(self, value):
+        if not isinstance(value, (bool, np.bool_)): raise ValueError(f"must be True or False, got {value!r}")
+    def widget(self, name):
+        import ipywidgets
+        return ipywidgets.Checkbox(value=self.value, description=self.label or name, indent=False)
+
+@dataclass(frozen=True)
+class Clicks:
+    "A button; its value is how often it was pressed."
+    label:str|None=None
+    value:int=0
+    def check(self, value):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0: raise ValueError(f"must be a count, got {value!r}")
+    def widget(self, name):
+        import ipywidgets
+        from traitlets import Int
+        class Counter(ipywidgets.Button): value = Int(0)
+        button = Counter(description=self.label or name)
+        button.on_click(lambda b: setattr(b, "value", b.value+1))
+        return button
+
+def _control(name, spec): # (low, high, value[, step]) is a slider, a list a choice, a bool a toggle
+    "The control that a short form stands for."
+    if isinstance(spec, (Slider, Choice, Toggle, Clicks)): control = spec
+    elif isinstance(spec, bool): control = Toggle(spec)
+    elif isinstance(spec, list) and spec: control = Choice(tuple(spec))
+    elif isinstance(spec, tuple) and len(spec) in (3, 4): control = Slider(*spec)
+    else: raise ValueError(f"{name}={spec!r} is no control: give (low, high, value[, step]), a list of options, True or False, or Clicks()")
+    try: control.check(control.value)
+    except ValueError as e: raise ValueError(f"{name} {e}") from None
+    return control
+
+# %% ../nbs/core/figures.ipynb #13f0a7ec
+def has_front_end():
+    "Whether someone can move a slider: a live notebook in JupyterLab, VS Code or Colab. The environment variable RLWORKBENCH_WIDGETS=0 or 1 overrules."
+    asked = os.environ.get("RLWORKBENCH_WIDGETS")
+    if asked is not None: return asked not in ("", "0")
+    if "IPython" not in sys.modules: return False
+    shell = sys.modules["IPython"].get_ipython()
+    if shell is None or not hasattr(type(shell), "kernel"): return False   # a terminal
+    return "JPY_SESSION_NAME" in os.environ or "__vsc_ipynb_file__" in shell.user_ns or "google.colab" in sys.modules
+
+def _figure_of(drawn):
+    "The figure among what `draw` returned: a figure, or the axes of one."
+    if hasattr(drawn, "savefig"): return drawn
+    return drawn.figure if hasattr(drawn, "figure") else None
+
+def _rendered(drawn): # what `draw` returned: figure, axes, table, text, or a tuple of them
+    "(PNG or None, HTML or empty, alternative text); a figure is closed."
+    image, parts, alt = None, [], []
+    for piece in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+        fig = _figure_of(piece)
+        if fig is not None:
+            if image is not None: raise ValueError("draw returned two figures: put the panels into one")
+            image = png(fig); alt.append(getattr(fig, "alt", "figure"))
+            if "matplotlib.pyplot" in sys.modules: sys.modules["matplotlib.pyplot"].close(fig)   # else it would be shown again at the end of the cell
+        elif hasattr(piece, "_repr_html_"): parts.append(piece._repr_html_()); alt.append("table")
+        elif isinstance(piece, str): parts.append(f"<div>{html.escape(piece)}</div>"); alt.append(piece)
+        elif piece is not None: raise TypeError(f"draw must return a figure, a table or text, got {type(piece).__name__}")
+    if image is None and not parts: raise TypeError("draw returned nothing: return the figure")
+    return image, "".join(parts), "; ".join(alt)
+
+# %% ../nbs/core/figures.ipynb #7778ba86
+class Explorer:
+    "A panel over stored data: controls, and one picture that follows them; a still picture where there is no front end."
+    def __init__(self, compute, # compute(**settings) -> result
+                 draw,          # draw(result) -> figure, table or text, or a tuple of them
+                 wait_s=.05,    # moves within this time count as one
+                 **controls,    # (low, high, value[, step]), a list, a bool, or a Slider, Choice, Toggle, Clicks
+                ):
+        if not controls: raise ValueError("an Explorer needs a control, such as beta=(0., 6., 3.)")
+        self.compute, self.draw, self.wait_s = compute, draw, wait_s
+        self.controls = {name: _control(name, spec) for name, spec in controls.items()}
+        self.settings = {name: c.value for name, c in self.controls.items()}
+        self.error, self.n_computed, self._widgets, self._timer = None, 0, None, None
+        self.shown = self.settings.copy()
+        self.picture = self._compute(self.settings)   # raises here, so that a job fails
+
+    def _compute(self, settings):
+        self.n_computed += 1
+        return _rendered(self.draw(self.compute(**settings)))
+
+    def _refresh(self):
+        "Compute the latest settings; an error goes into the panel."
+        self._timer, settings = None, self.settings.copy()
+        try: self.picture, self.error = self._compute(settings), None
+        except Exception as e: self.error = e
+        self.shown = settings
+        self._publish()
+
+    def _publish(self):
+        if self._widgets is None: return
+        image, table, message = (self._widgets[k] for k in ("image", "table", "message"))
+        message.value = "" if self.error is None else _error_html(self.error, self.shown)
+        image.layout.opacity = table.layout.opacity = None if self.error is None else "0.35"   # the last good picture, greyed
+        if self.error is None:
+            if self.picture[0]: image.value = self.picture[0]
+            table.value = self.picture[1]
+
+    def _moved(self, name, value):
+        "A control moved: compute soon, or now where no event loop runs."
+        self.settings[name] = value
+        try: loop = asyncio.get_running_loop()
+        except RuntimeError: return self._refresh()
+        if self._timer is None: self._timer = loop.call_later(self.wait_s, self._refresh)
+
+    def set(self, **settings): # new values by name
+        "Move controls from code and compute at once; what is refused shows in the panel and in `.error`."
+        unknown = [n for n in settings if n not in self.controls]
+        if unknown: raise ValueError(f"{unknown} is no control: there are {list(self.controls)}")
+        for name, value in settings.items():
+            try: self.controls[name].check(value)
+            except ValueError as e:
+                self.error = ValueError(f"{name} {e}"); self._publish()
+                return self
+        if self._timer is not None: self._timer.cancel(); self._timer = None
+        self.settings.update(settings)
+        if self._widgets is not None:
+            for name, value in settings.items():   # the widget follows without a second computation
+                widget = self._widgets["controls"][name]
+                widget.unobserve_all("value"); widget.value = value; self._observe(name, widget)
+        self._refresh()
+        return self
+
+    def check(self):
+        "Raise the error that the panel shows, if any."
+        if self.error is not None: raise self.error
+        return self
+
+    def still(self, **settings):
+        "The PNG at the given settings; the panel stays as it is."
+        image, _, _ = self._compute(self.settings | settings)
+        return _with_caption(image, self._caption(self.settings | settings)) if image else None
+
+    def _caption(self, settings):
+        def text(v): return f"{v:g}" if isinstance(v, (float, np.floating)) else str(v)
+        return ", ".join(f"{c.label or n} = {text(settings[n])}" for n, c in self.controls.items() if not isinstance(c, Clicks))
+
+    def _observe(self, name, widget):
+        widget.observe(lambda change: self._moved(name, change["new"]), names="value")
+
+    @property
+    def panel(self): # made on first use
+        "The live panel, an ipywidgets box."
+        if self._widgets is None:
+            import ipywidgets as w
+            controls = {name: c.widget(name) for name, c in self.controls.items()}
+            self._widgets = dict(controls=controls, message=w.HTML(), image=w.Image(format="png", layout=w.Layout(max_width="900px")), table=w.HTML())
+            if self.picture[0] is None: self._widgets["image"].layout.display = "none"
+            for name, value in self.settings.items(): controls[name].value = value
+            for name, widget in controls.items(): self._observe(name, widget)
+            self._widgets["box"] = w.VBox([w.HBox(list(controls.values()), layout=w.Layout(flex_flow="row wrap")), self._widgets["message"], self._widgets["image"], self._widgets["table"]])
+            self._publish()
+        return self._widgets["box"]
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        image, table, alt = self.picture
+        caption = self._caption(self.shown)
+        bundle = {"text/plain": f"{alt} ({caption})"}
+        if image: bundle["image/png"] = base64.b64encode(_with_caption(image, caption)).decode()
+        else: bundle["text/html"] = f"{table}<p><small>{html.escape(caption)}</small></p>"
+        view = "application/vnd.jupyter.widget-view+json"
+        if has_front_end(): bundle[view] = self.panel._repr_mimebundle_()[view]
+        return bundle
+
+def _error_html(error, settings):
+    "An error as a block inside a panel."
+    where = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+    return f'<div style="border-left:3px solid {DOWN};padding:4px 8px;margin:4px 0;background:#fdf3f3"><b>{type(error).__name__}</b>: {html.escape(str(error))}<br><small>at {html.escape(where)}</small></div>'
+
+def _with_caption(image, # PNG
+                  text,  # the settings that it shows
+                 )->bytes:
+    "A still picture with its settings written under it, in 256 colours."
+    from PIL import Image
+    picture = Image.open(io.BytesIO(image)).convert("RGB")
+    with style():
+        strip = _picture_class()(figsize=(picture.width/DPI, .24), dpi=DPI)
+        strip.text(.012, .5, f"Still picture at {text}. Run the notebook to move the controls.", fontsize=7.5, color="#555555", va="center", parse_math=False)
+    strip = Image.open(io.BytesIO(png(strip))).convert("RGB")
+    both, small = Image.new("RGB", (picture.width, picture.height+strip.height), "white"), io.BytesIO()
+    both.paste(picture, (0, 0)); both.paste(strip, (0, picture.height))
+    both.quantize(256, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
