@@ -57,20 +57,25 @@ class Worker:
                  wall_s:float=8.,           # seconds a call may take
                  memory_mb:int=400):        # memory a call may add
         self.target, self.warm, self.cpu_s, self.wall_s, self.memory_mb = target, tuple(warm), cpu_s, wall_s, memory_mb
-        self.process, self.pipe, self.pid, self.lock = None, None, None, threading.Lock()
+        self.process, self.pipe, self.pid, self.ready, self.lock = None, None, None, False, threading.Lock()
 
-    def start(self):
-        "A fresh process, ready for calls."
+    def launch(self):
+        "Begin a fresh process, without waiting for it."
         self.pipe, child = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}; from rlworkbench.worlds.worker import serve; "
                 f"serve({child.fileno()}, {self.target!r}, {self.warm!r}, {self.cpu_s!r}, {self.memory_mb!r})")
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child.fileno()], env=env, stdin=subprocess.DEVNULL,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) # Ctrl-C is for the parent
-        child.close(); self.pid = os.getpid()
+        child.close()
+        self.pid, self.ready = os.getpid(), False
+
+    def await_ready(self):
+        "Wait until the process has imported what it needs."
         try: kind, value = self.pipe.recv() if self.pipe.poll(120) else ("failed", "no answer within 120 s")
         except (EOFError, OSError): kind, value = "failed", "the process ended while it started"
         if kind != "ready": self.close(); raise RuntimeError(f"worker for {self.target} did not start: {value}")
+        self.ready = True
 
     def close(self):
         "End the process; a later call starts another."
@@ -79,13 +84,16 @@ class Worker:
 
     def __call__(self, *args):
         with self.lock:
-            if self.process is None or self.pid != os.getpid(): self.start() # a forked copy of us needs its own
+            if self.process is None or self.pid != os.getpid(): self.launch() # a forked copy of us needs its own
             try:
+                if not self.ready: self.await_ready()
                 self.pipe.send(args)
                 if not self.pipe.poll(self.wall_s): raise Runaway(f"more than {self.wall_s} s")
                 kind, value = self.pipe.recv()
-            except (EOFError, ConnectionError): self.close(); raise Runaway(f"more than {self.cpu_s} CPU seconds, or a crash") from None
+                if kind == "runaway": raise Runaway(value)
+            except (Runaway, EOFError, ConnectionError) as e:
+                self.close(); self.launch() # the next call finds it warm
+                raise e if isinstance(e, Runaway) else Runaway(f"more than {self.cpu_s} CPU seconds, or a crash") from None
             except BaseException: self.close(); raise # also an interrupt: a late reply must not meet the next question
-            if kind == "runaway": self.close(); raise Runaway(value)
             if kind == "error": raise WorkerError(value)
             return value
