@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['GREY', 'BLUE', 'VERMILION', 'GREEN', 'ORANGE', 'PINK', 'SKY', 'INK', 'FAINT', 'UP', 'DOWN', 'UNTRAINED', 'WIDTH',
-           'DPI', 'style', 'png', 'new_figure', 'arm_styles', 'curves', 'forest', 'token_strip', 'training_strip',
-           'stage_map', 'Slider', 'Choice', 'Toggle', 'Clicks', 'has_front_end', 'Explorer']
+           'DPI', 'style', 'use_style', 'png', 'new_figure', 'arm_styles', 'curves', 'forest', 'token_strip',
+           'training_strip', 'stage_map', 'Slider', 'Choice', 'Toggle', 'Clicks', 'has_front_end', 'Explorer']
 
 # %% ../nbs/core/figures.ipynb #b6eb414f
-import asyncio, base64, functools, html, io, math, os, sys
+import asyncio, base64, functools, html, io, math, os, sys, threading
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,11 @@ def style():
     "The project's matplotlib settings, for the length of a `with` block."
     import matplotlib
     with matplotlib.rc_context(_RC): yield
+
+def use_style():
+    "The project's matplotlib settings from here on, for a notebook that draws its own figures."
+    import matplotlib
+    matplotlib.rcParams.update(_RC)
 
 # %% ../nbs/core/figures.ipynb #c32939e2
 def png(fig,           # a matplotlib figure
@@ -255,6 +260,7 @@ def token_strip(tokens,      # T texts
                 title=None,
                 unit="",     # of the signal, at the colour scale
                 limit=None,  # end of the colour scale; the largest absolute value if None
+                cuts=None,   # token before which a rollout was cut: one for all rows, or one (or None) per row
                ):
     "A rollout on the colours of one or more signals: blue up, red down, white zero, grey not trained."
     tokens = [str(t) for t in tokens]
@@ -263,6 +269,7 @@ def token_strip(tokens,      # T texts
     trained = np.ones(values.shape, bool) if mask is None else np.broadcast_to(np.atleast_2d(as_floats(mask)), values.shape) > 0
     labels = [None]*len(values) if labels is None else [labels] if isinstance(labels, str) else list(labels)
     if len(labels) != len(values): raise ValueError(f"one label per row: got {len(labels)} labels and {len(values)} rows")
+    cuts = list(cuts) if isinstance(cuts, (list, tuple)) else [cuts]*len(values)
     live = np.abs(values[trained & ~np.isnan(values)])
     limit = limit or (float(live.max()) if live.size else 0.) or 1.
     margin = 12 + max(len(l)*5.2 if l else 0 for l in labels)
@@ -282,12 +289,16 @@ def token_strip(tokens,      # T texts
             for row, label in enumerate(labels):
                 if label: ax.text(margin-6, y+8, label, ha="right", va="center", fontsize=8.5, parse_math=False)
                 _strip_row(ax, tokens, values[row], trained[row], line, widths, margin, y, limit, printed[row])
+                if cuts[row] in line:
+                    x = margin + sum(widths[t] for t in line[:line.index(cuts[row])])
+                    ax.plot([x, x], [y-3, y+heights[row]-3], color=INK, linewidth=2.2, solid_capstyle="butt", zorder=6)
                 y += heights[row]
             y += 8
         _strip_scale(ax, height-15, margin, limit, unit, not trained.all(), bool(np.isnan(values[trained]).any()), all(printed))
     return fig
 
-def _number(v): return "0" if v == 0 else f"{v:+.2f}".replace("-", "−")
+def _number(v):
+    return "0" if v == 0 else (f"{v:+.2f}" if abs(v) >= .1 else f"{v:+.3f}" if abs(v) >= .001 else f"{v:+.0e}").replace("-", "−")
 
 def _prints(values, trained, lines, widths):
     "Whether all values of a row can be printed under their stretches."
@@ -526,21 +537,24 @@ class Explorer:
         self.compute, self.draw, self.wait_s = compute, draw, wait_s
         self.controls = {name: _control(name, spec) for name, spec in controls.items()}
         self.settings = {name: c.value for name, c in self.controls.items()}
-        self.error, self.n_computed, self._widgets, self._timer = None, 0, None, None
+        self.error, self.n_computed, self._widgets = None, 0, None
+        self._due, self._lock = False, threading.RLock()   # front ends may deliver moves in a thread of their own
         self.shown = self.settings.copy()
         self.picture = self._compute(self.settings)   # raises here, so that a job fails
 
     def _compute(self, settings):
         self.n_computed += 1
-        return _rendered(self.draw(self.compute(**settings)))
+        with style(): return _rendered(self.draw(self.compute(**settings)))
 
     def _refresh(self):
-        "Compute the latest settings; an error goes into the panel."
-        self._timer, settings = None, self.settings.copy()
-        try: self.picture, self.error = self._compute(settings), None
-        except Exception as e: self.error = e
-        self.shown = settings
-        self._publish()
+        "Compute the latest settings unless they are shown; an error goes into the panel."
+        with self._lock:
+            self._due, settings = False, self.settings.copy()
+            if settings == self.shown and self.error is None: return
+            try: self.picture, self.error = self._compute(settings), None
+            except Exception as e: self.error = e
+            self.shown = settings
+            self._publish()
 
     def _publish(self):
         if self._widgets is None: return
@@ -553,10 +567,11 @@ class Explorer:
 
     def _moved(self, name, value):
         "A control moved: compute soon, or now where no event loop runs."
+        if self.settings[name] == value: return
         self.settings[name] = value
         try: loop = asyncio.get_running_loop()
         except RuntimeError: return self._refresh()
-        if self._timer is None: self._timer = loop.call_later(self.wait_s, self._refresh)
+        if not self._due: self._due = bool(loop.call_later(self.wait_s, self._refresh))
 
     def set(self, **settings): # new values by name
         "Move controls from code and compute at once; what is refused shows in the panel and in `.error`."
@@ -567,12 +582,9 @@ class Explorer:
             except ValueError as e:
                 self.error = ValueError(f"{name} {e}"); self._publish()
                 return self
-        if self._timer is not None: self._timer.cancel(); self._timer = None
         self.settings.update(settings)
         if self._widgets is not None:
-            for name, value in settings.items():   # the widget follows without a second computation
-                widget = self._widgets["controls"][name]
-                widget.unobserve_all("value"); widget.value = value; self._observe(name, widget)
+            for name, value in settings.items(): self._widgets["controls"][name].value = value   # finds nothing new to compute
         self._refresh()
         return self
 

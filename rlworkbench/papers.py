@@ -6,7 +6,7 @@
 __all__ = ['STAGES', 'CHAPTERS', 'PAPERS', 'Paper', 'paper', 'State', 'find_root', 'state', 'markdown_table']
 
 # %% ../nbs/core/papers.ipynb #2315b134
-import difflib, json, re
+import difflib, importlib.util, json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,17 +150,26 @@ class State:
 
 def find_root(start=None)->Path: # a folder inside the project; the working directory if None
     "The project's folder: the nearest one above `start` that holds `settings.ini` and `nbs`."
-    start = Path.cwd() if start is None else Path(start)
-    for folder in (start.resolve(), *start.resolve().parents, Path(__file__).resolve().parent.parent if "__file__" in globals() else start):
+    import rlworkbench
+    start = (Path.cwd() if start is None else Path(start)).resolve()
+    for folder in (start, *start.parents, Path(rlworkbench.__file__).resolve().parent.parent):
         if (folder/"settings.ini").exists() and (folder/"nbs").is_dir(): return folder
     raise FileNotFoundError(f"no project around {start}: run inside a clone, or pass root=")
+
+def _has_module(name):
+    "Whether a module can be found, without importing it."
+    try: return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError: return False
 
 def state(which,     # as in `paper`, or a Paper
           root=None, # the project's folder; found from the working directory if None
          )->State:
     "Whether a chapter is there, and the verdicts of its results file."
     p = which if isinstance(which, Paper) else paper(which)
-    root = find_root() if root is None else Path(root)
+    if root is None:
+        try: root = find_root()
+        except FileNotFoundError: return State(bool(p.module and _has_module(p.module)))   # installed without its notebooks
+    root = Path(root)
     ready, file = (root/p.notebook).exists(), root/p.results
     if not (ready and file.exists()): return State(ready)
     try:
@@ -174,7 +183,6 @@ def markdown_table(root=None,     # the project's folder; found from the working
                    link="",       # prefix of the notebooks' addresses
                   )->str:
     "The papers as a Markdown table: name, one sentence, stages, state."
-    root = find_root() if root is None else Path(root)
     rows = ["| | paper | in one sentence | stages it changes | state |", "|---|---|---|---|---|"]
     for p in papers:
         now = state(p, root)
