@@ -30,7 +30,6 @@ def token_scores(head,           # (n,H) -> logits (n,V)
         logps = (head(hidden) / temperature).log_softmax(-1)
         chosen = logps.gather(1, tokens[:, None])[:, 0]
         return chosen, -(logps.exp() * logps).sum(-1) if entropy else chosen.new_zeros(0)
-    if len(tokens) == 0: return hidden.new_zeros(0), hidden.new_zeros(0) if entropy else None
     if chunk is None: chunk = max(1, 2**24 // _width(head, hidden))
     parts = list(zip(hidden.split(chunk), tokens.split(chunk)))
     again = torch.is_grad_enabled() and len(parts) > 1
