@@ -451,36 +451,70 @@ def _watch(monitors, rows, t, logits, tokens, values, alive, ended):
         codes[live] = torch.where(stop & (codes[live] < 0), torch.full_like(live, int(getattr(m, "code", Stop.CUT))), codes[live])
     return codes
 
+# %% ../nbs/core/rollouts.ipynb #0ccb1281
+@dataclass
+class _Batch:
+    "The rows still in the batch: their numbers, which of them have not ended, where they stand, and what was read."
+    rows: Tensor       # (n,)
+    alive: Tensor      # (n,) bool
+    position: Tensor   # (n,) of the first completion token
+    seen: Tensor|None  # (n,P+T) or (n,1,1,P+T) attention mask; None without padding
+    cache: object
+
+    def leave(self, tokens, share):
+        "Drop the rows that have ended if they make up this share; tokens (n,) of the rest, or None if nobody is left."
+        n = int(self.alive.sum())
+        if n == 0: return None
+        if len(self.rows) - n < max(1, share*len(self.rows)): return tokens
+        keep = self.alive.nonzero()[:, 0]
+        self.cache.reorder_cache(keep)
+        self.rows, self.alive, self.position = self.rows[keep], self.alive[keep], self.position[keep]
+        if self.seen is not None: self.seen = self.seen[keep]
+        return tokens[keep]
+
+    def read(self, decoder, tokens, t):
+        "Last hidden states (n,H) after token `t` of the completion."
+        length = self.cache.get_seq_length() + 1
+        return decoder(input_ids=tokens[:, None], attention_mask=None if self.seen is None else self.seen[..., :length], position_ids=(self.position + t)[:, None],
+                       past_key_values=self.cache, use_cache=True).last_hidden_state[:, -1]
+
+def _begin(s, ids, mask, config, decoder):
+    "The batch with its prompts read, and the last hidden states (B,H)."
+    B, P = ids.shape
+    cache, seen = make_cache(config, P + s.max_new_tokens), None
+    if not bool(mask.all()):
+        seen = torch.cat([mask, mask.new_ones(B, s.max_new_tokens)], 1)
+        # sdpa takes a boolean mask of four dimensions as it is; the library would build it anew each step
+        if config._attn_implementation == "sdpa" and all(type(layer) is _layer_class() for layer in cache.layers): seen = seen.bool()[:, None, None]
+    batch = _Batch(torch.arange(B, device=ids.device), torch.ones(B, dtype=torch.bool, device=ids.device), mask.sum(1), seen, cache)
+    return batch, _prefill(decoder, ids, mask, cache)
+
+# %% ../nbs/core/rollouts.ipynb #168571c0
+def _ended(tokens, ends):
+    "(n,) bool: is it an end token?"
+    if len(ends) == 1: return tokens == ends
+    return torch.isin(tokens, ends) if len(ends) else torch.zeros_like(tokens, dtype=torch.bool)
+
 def _generate(s, ids, mask, forced, ends):
+    "The fields of the record that sampling fills."
     (B, P), device = ids.shape, ids.device
     decoder, head, config = split_head(s.model)
-    cache, force = make_cache(config, P + s.max_new_tokens), _forced_table(forced, s.max_new_tokens, B, device)
-    padded, plain = not bool(mask.all()), config._attn_implementation == "sdpa" and all(type(layer) is _layer_class() for layer in cache.layers)
-    seen = torch.cat([mask, mask.new_ones(B, s.max_new_tokens)], 1)
-    if plain: seen = seen.bool()[:, None, None]      # sdpa takes it as it is; the library would build it anew each step
+    force, record = _forced_table(forced, s.max_new_tokens, B, device), TokenRecorder()
     for m in s.monitors: m.start(B, device)
-    rows, alive, position, record = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device), mask.sum(1), TokenRecorder()
-    hidden = _prefill(decoder, ids, mask, cache)
+    batch, hidden = _begin(s, ids, mask, config, decoder)
     for t in range(s.max_new_tokens):
         logits = head(hidden)
-        tokens, logps = choose(logits, s.temperature, s.top_k, s.top_p, s.greedy, force[t][rows] if t < len(force) else None)
-        ended = torch.isin(tokens, ends) if len(ends) > 1 else tokens == ends if len(ends) else torch.zeros_like(alive)
+        tokens, logps = choose(logits, s.temperature, s.top_k, s.top_p, s.greedy, force[t][batch.rows] if t < len(force) else None)
+        ended = _ended(tokens, ends)
         more = {"values": s.value_fn(hidden).float().view(-1)} if s.value_fn is not None else {}
         if "hidden" in s.keep: more["hidden"] = hidden
-        if s.monitors: more["cut"] = _watch(s.monitors, rows, t, logits, tokens, more.get("values"), alive, ended)
-        record.add(rows, completion_ids=tokens, logps=logps, alive=alive, ended=ended, **more)
-        alive = alive & ~ended
-        if s.monitors: alive = alive & (more["cut"] < 0)
+        if s.monitors: more["cut"] = _watch(s.monitors, batch.rows, t, logits, tokens, more.get("values"), batch.alive, ended)
+        record.add(batch.rows, completion_ids=tokens, logps=logps, alive=batch.alive, ended=ended, **more)
+        batch.alive = batch.alive & ~ended & (more["cut"] < 0 if s.monitors else True)
         if t == s.max_new_tokens - 1: break
-        if device.type == "cpu" or t % 4 == 3:       # asking a GPU makes it wait
-            n = int(alive.sum())
-            if n == 0: break
-            if len(rows) - n >= max(1, s.compact*len(rows)):
-                keep = alive.nonzero()[:, 0]
-                cache.reorder_cache(keep)
-                rows, tokens, position, alive, seen = rows[keep], tokens[keep], position[keep], alive[keep], seen[keep]
-        hidden = decoder(input_ids=tokens[:, None], attention_mask=seen[..., :P + t + 1] if padded else None, position_ids=(position + t)[:, None],
-                         past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        if device.type == "cpu" or t % 4 == 3: tokens = batch.leave(tokens, s.compact)   # asking a GPU how many are left makes it wait
+        if tokens is None: break
+        hidden = batch.read(decoder, tokens, t)
     return _assemble(s, record, force, B)
 
 def _assemble(s, record, force, B):
