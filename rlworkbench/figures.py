@@ -45,7 +45,7 @@ def png(fig,           # a matplotlib figure
        )->bytes:
     "The figure as PNG, the same bytes for the same figure."
     buffer = io.BytesIO()
-    fig.savefig(buffer, format="png", dpi=fig.dpi, metadata={"Software": None})
+    with style(): fig.savefig(buffer, format="png", dpi=fig.dpi, metadata={"Software": None})   # ticks are made, and styled, only now
     if not compact: return buffer.getvalue()
     from PIL import Image
     small = io.BytesIO()
