@@ -122,13 +122,13 @@ def _end_labels(ax, ends): # ends: (x, y, text, colour), placed apart from each 
         ax.annotate(text, (x, y-over), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour, annotation_clip=False,
                     bbox=dict(facecolor="white", edgecolor="none", alpha=.85, pad=.8))
 
-def _line(ax, x, mean, low, high, look):
+def _line(ax, x, mean, low, high, look, shade):
     "One arm: line, band, and a marker on every point that has no neighbour to be joined to."
     known = ~np.isnan(mean)
     before, after = np.r_[False, known[:-1]], np.r_[known[1:], False]
     marked = known if known.sum() <= 15 else known & ~before & ~after
     ax.plot(x, mean, **look, markevery=np.flatnonzero(marked).tolist())
-    ax.fill_between(x, low, high, where=~np.isnan(low+high), color=look["color"], alpha=.18, linewidth=0, zorder=1)
+    ax.fill_between(x, low, high, where=~np.isnan(low+high), color=look["color"], alpha=shade, linewidth=0, zorder=1)
     return known
 
 # %% ../nbs/core/figures.ipynb #02aa6d95
@@ -164,7 +164,7 @@ def _curve_panel(ax, lines, looks, xlabel, ylabel, title, marks, ylim):
     ends, missing = [], []
     ax.margins(x=.015)
     for arm, (x, mean, low, high) in lines.items():
-        known = _line(ax, x, mean, low, high, looks[arm])
+        known = _line(ax, x, mean, low, high, looks[arm], shade=.18 if len(lines) <= 3 else .1)
         if known.any(): ends.append((x[known][-1], mean[known][-1], arm, looks[arm]["color"]))
         else: missing.append(arm)
     for y, text in marks:
@@ -191,12 +191,15 @@ def _as_comparison(name, c):
 
 def forest(comparisons, # {name: Interval}, or the `comparisons` of a results file
            rules=None,  # one rule such as ">= -0.01" for all rows, or {name: rule}
-           xlabel="difference in accuracy",
+           xlabel=None, # "difference", with the measure where all rows share one
            title=None,
            level=.95,   # of the intervals, for the caption
           ):
     "Paired differences with their intervals, one row each, and the rules they are judged by."
-    if not isinstance(comparisons, Mapping): comparisons = {f"{c['arm']} − {c['against']}\n{c['measure']}": c for c in comparisons}
+    if not isinstance(comparisons, Mapping):
+        measures = {c["measure"] for c in comparisons}
+        xlabel = xlabel or ("difference in "+measures.pop() if len(measures) == 1 else None)
+        comparisons = {f"{c['arm']} − {c['against']}\n{c['measure']}": c for c in comparisons}
     rows = [_as_comparison(*item) for item in comparisons.items()]
     t_shown = any(not math.isnan(r[4]) for r in rows)
     caption = f"Bar: {100*level:g} % interval, seeds resampled first, then problems." + (" Thin line: t interval over seeds." if t_shown else "")
@@ -207,11 +210,11 @@ def forest(comparisons, # {name: Interval}, or the `comparisons` of a results fi
             ax.plot([low, high], [y, y], color=BLUE, linewidth=4.5, solid_capstyle="butt", zorder=3)
             ax.plot(mean, y, "o", color="white", markeredgecolor=BLUE, markeredgewidth=1.8, markersize=7, zorder=4)
             text = "not measured" if math.isnan(mean) else f"{mean:+.3f}" if math.isnan(low) else f"{mean:+.3f}  [{low:+.3f}, {high:+.3f}]"
-            ax.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, family="DejaVu Sans Mono", annotation_clip=False)
+            ax.annotate(text.replace("-", "−"), (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=8, family="DejaVu Sans Mono", annotation_clip=False)
             rule = rules.get(name) if isinstance(rules, Mapping) else rules
             if rule: _rule_mark(ax, rule, y)
         ax.axvline(0, color="#666666", linewidth=1, zorder=1)
-        ax.set(yticks=range(len(rows)), yticklabels=[r[0] for r in rows], ylim=(len(rows)-.4, -.6), xlabel=xlabel)
+        ax.set(yticks=range(len(rows)), yticklabels=[r[0] for r in rows], ylim=(len(rows)-.4, -.6), xlabel=xlabel or "difference")
         ax.grid(axis="y", visible=False); ax.spines["left"].set_visible(False); ax.tick_params(axis="y", length=0, labelsize=8.5)
         if title: ax.set_title(title)
     return fig
@@ -366,8 +369,8 @@ def training_strip(history,      # {metric: values}, or a list of log rows {step
     if absent or not names: raise ValueError(f"metrics={absent or names} were not logged: there are {[k for k in known if k != x]}")
     cols = min(cols, len(names)); lines = math.ceil(len(names)/cols)
     with style():
-        fig, axes = new_figure(lines, cols, height=.35*bool(title)+1.65*lines, alt=f"course of {', '.join(names)}", squeeze=False, sharex=True)
-        for ax, name in zip(axes.flat, names):
+        fig, axes = new_figure(lines, cols, height=.35*bool(title)+1.65*lines, alt=f"course of {', '.join(names)}", squeeze=False)
+        for i, (ax, name) in enumerate(zip(axes.flat, names)):
             y = known[name]; at = known[x] if x in known else np.arange(1., len(y)+1)
             seen = ~np.isnan(y)
             apart = seen & ~np.r_[False, seen[:-1]] & ~np.r_[seen[1:], False]   # points that no line would show
@@ -375,8 +378,8 @@ def training_strip(history,      # {metric: values}, or a list of log rows {step
             if seen.any(): ax.annotate(f"{y[seen][-1]:.3g}", (at[seen][-1], y[seen][-1]), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5, color=BLUE, annotation_clip=False)
             else: ax.text(.5, .5, "not measured", transform=ax.transAxes, ha="center", color="#777777", fontsize=8)
             ax.set_title(name, fontsize=8.5, fontweight="normal", pad=4)
+            if i+cols >= len(names): ax.set_xlabel(x, fontsize=8)   # the lowest of its column
         for ax in axes.flat[len(names):]: ax.set_visible(False)
-        for ax in axes[-1]: ax.set_xlabel(x, fontsize=8)
         if title: fig.suptitle(title, x=.012, ha="left", fontsize=10, fontweight="bold")
     return fig
 
