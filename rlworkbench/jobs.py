@@ -143,7 +143,7 @@ def job_command(
     fresh=False, # start over
 )->list[str]:
     "The command line that runs this job in a process of its own."
-    command = [sys.executable, "-c", "from rlworkbench.jobs import main; main()", "run", str(job.notebook), "--out", str(job.out)]
+    command = [sys.executable, "-P", "-c", "from rlworkbench.jobs import main; main()", "run", str(job.notebook), "--out", str(job.out)]
     for k, v in job.parameters.items(): command += ["-r", k, v] if isinstance(v, str) else ["-p", k, repr(v)]
     return command + ["--fresh"] * fresh
 
@@ -200,7 +200,7 @@ class Plain(click.Group):
     "A command whose refusals are one line, and whose interruption ends with 130."
     def invoke(self, ctx):
         try: return super().invoke(ctx)
-        except (ValueError, FileNotFoundError, TypeError, OSError) as e: raise click.UsageError(str(e)) from None
+        except (ValueError, OSError) as e: raise click.UsageError(str(e)) from None
         except KeyboardInterrupt: click.echo("interrupted", err=True); ctx.exit(130)
 
 @click.group(cls=Plain, context_settings={"help_option_names": ["-h", "--help"]})

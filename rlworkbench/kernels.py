@@ -7,7 +7,7 @@ __all__ = ['strip_tags', 'Console', 'widget_bar', 'html_bar', 'InterpreterKernel
            'Outcome', 'keep_earlier', 'execute']
 
 # %% ../nbs/core/kernels.ipynb #727f99c9
-import html, os, re, sys, time
+import html, os, re, sys, tempfile, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Console:
                 ):
         self.stream = stream or sys.stdout
         self.every, self.live = every, self.stream.isatty()
-        self.last, self.drawn, self.rest = 0., False, ""
+        self.last, self.drawn, self.rest, self.said = 0., False, {}, ""
 
     def write(self, text): self.stream.write(text); self.stream.flush()
 
@@ -55,31 +55,35 @@ class Console:
         if self.live:
             width = os.get_terminal_size(self.stream.fileno()).columns - 1
             self.write("\r\033[K" + text[:width]); self.drawn = True
-        elif final or time.monotonic() - self.last >= self.every:
-            self.line(text); self.last = time.monotonic()
+        elif text != self.said and (final or time.monotonic() - self.last >= self.every):
+            self.line(text); self.last, self.said = time.monotonic(), text
 
-    def text(self, chunk):
-        "What the notebook prints; a carriage return is a state, a newline a line."
-        self.rest += chunk
-        while m := re.search(r"\r?\n|\r", self.rest):
-            piece, self.rest = self.rest[:m.start()], self.rest[m.end():]
+    def text(self, 
+             chunk,        # what the notebook prints; a carriage return is a state, a newline a line
+             name="stdout",# of the stream: the two are not mixed within a line
+            ):
+        rest = self.rest.get(name, "") + chunk
+        while m := re.search(r"\r?\n|\r", rest):
+            piece, rest = rest[:m.start()], rest[m.end():]
             if "\n" in m[0] and "%|" not in piece: self.line("      " + piece)
             elif piece.strip(): self.state("      " + piece, final="100%|" in piece)
+        self.rest[name] = rest
 
     def end_of_cell(self):
         "A last line without its newline."
-        if self.rest.strip(): self.text("\n")
-        self.rest = ""
+        for name, rest in self.rest.items():
+            if rest.strip(): self.text("\n", name)
+        self.rest = {}
 
 # %% ../nbs/core/kernels.ipynb #7df59f0d
 def widget_bar(
     comm_id, # the widget that has just changed
     widgets, # state of every widget by id
 )->tuple[str, bool]|None:
-    "One line for the progress bar that the widget is a part of, and whether it is full."
+    "One line for the progress bar whose last text has just changed, and whether it is full."
     for state in widgets.values():
         parts = [c.removeprefix("IPY_MODEL_") for c in state.get("children", ())]
-        if comm_id not in parts or len(parts) != 3: continue
+        if len(parts) != 3 or comm_id != parts[2]: continue
         left, bar, right = (widgets.get(p, {}) for p in parts)
         if bar.get("_model_name") != "FloatProgressModel": continue
         share = bar.get("value", 0) / (bar.get("max") or 1)
@@ -116,7 +120,7 @@ class RunClient(PapermillNotebookClient):
     "papermill's client, which also tells a console what happens and notes which package copy is used."
     def __init__(self, nb_man, console, project=None, **kw):
         super().__init__(nb_man, on_cell_start=self.cell_starts, on_cell_executed=self.cell_ends, **kw)
-        self.console, self.project, self.phase = console, project, ""
+        self.console, self.project, self.phase, self.at = console, project, "", 0
 
     def create_kernel_manager(self):
         self.km = InterpreterKernel(config=self.config)
@@ -132,9 +136,13 @@ class RunClient(PapermillNotebookClient):
         mine = self.project and Path(self.project).resolve() / "rlworkbench/__init__.py"
         if mine and Path(told["package"]).resolve() != mine:
             self.console.line(f"  warning   this package is not the project's ({mine}): `pip install -e {self.project}` makes it so")
-        super().papermill_execute_cells()
+        try: super().papermill_execute_cells()
+        except BaseException:   # papermill would call the cell completed
+            self.nb_man.nb.cells[self.at].metadata.papermill["status"] = self.nb_man.FAILED
+            raise
 
     def cell_starts(self, cell, cell_index):
+        self.at = cell_index
         where, n = f"[{cell_index + 1:>2}/{len(self.nb.cells)}]", cell_index + 1
         if cell.cell_type == "markdown" and (m := re.search(r"^#+ +(.+)", cell.source, re.M)):
             self.phase = m[1]
@@ -147,7 +155,7 @@ class RunClient(PapermillNotebookClient):
         result = super().process_message(msg, cell, cell_index)   # raises when the cell is done; there is nothing to show then
         kind, content, bar = msg["msg_type"], msg["content"], None
         data = content.get("data", {})
-        if kind == "stream": self.console.text(content["text"])
+        if kind == "stream": self.console.text(content["text"], content["name"])
         elif kind.startswith("comm"): bar = widget_bar(content.get("comm_id"), self.widget_state)
         elif "text/html" in data and (bar := html_bar(data["text/html"])): pass
         elif kind in ("execute_result", "display_data") and "application/vnd.jupyter.widget-view+json" not in data:
@@ -162,11 +170,19 @@ class RunEngine(NBClientEngine):
         meta = nb_man.nb.metadata.papermill   # a notebook is JSON, which has no infinity
         meta["parameters"] = {k: v if type(v) in (bool, int, str, type(None)) else to_literal(v) for k, v in meta.get("parameters", {}).items()}
         client = RunClient(nb_man, console or Console(), project, startup_timeout=start_timeout, timeout=None, iopub_timeout=60, log=logger)
-        try: client.execute()
-        finally:
-            states = [cell.metadata.papermill for cell in nb_man.nb.cells]
-            if any(s["status"] != nb_man.COMPLETED for s in states):
-                for s in states: s["status"] = {nb_man.PENDING: "not run", nb_man.RUNNING: nb_man.FAILED}.get(s["status"], s["status"])
+        with tempfile.TemporaryFile() as said:   # what the kernel's process says beside the notebook: noise, unless it does not start
+            try: client.execute(stderr=said)
+            except RuntimeError as error:
+                said.seek(0)
+                raise type(error)(f"{error}\n{said.read().decode(errors='replace')[-2000:]}".rstrip()) from error
+            finally: cls.mark(nb_man)
+
+    @staticmethod
+    def mark(nb_man):
+        "Say of each cell whether it was run."
+        states = [cell.metadata.papermill for cell in nb_man.nb.cells]
+        if any(s["status"] != nb_man.COMPLETED for s in states):
+            for s in states: s["status"] = {nb_man.PENDING: "not run", nb_man.RUNNING: nb_man.FAILED}.get(s["status"], s["status"])
 
 papermill_engines.register("rlworkbench", RunEngine)
 papermill_translators.register("rlworkbench", ExactTranslator)
@@ -210,12 +226,14 @@ def _failure(error, output):
     at, count, total, left = _where(output) if Path(output).exists() else (None, None, 0, 0)
     cell = f"cell {at + 1} of {total}" + (f" (In [{count}])" if count else "") if at is not None else "before the first cell"
     if isinstance(error, PapermillExecutionError):
+        if not error.traceback: return f"failed in {cell}: an error that left no traceback, see what the cell printed", f"{left} later cells not run"
         trace = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback)).splitlines()
         return f"failed in {cell}: {error.ename}: {error.evalue}".rstrip(": "), "\n".join([*trace[-20:], f"{left} later cells not run"])
     if isinstance(error, KeyboardInterrupt): return f"interrupted in {cell}", f"{left} later cells not run"
     if isinstance(error, DeadKernelError):
         return f"the kernel died in {cell}", f"{left} later cells not run; a kernel that is out of memory ends like this"
-    return f"the kernel of {sys.executable} did not start: {error}", "does this interpreter have ipykernel? `pip install ipykernel`"
+    said, _, rest = str(error).partition("\n")
+    return f"the kernel of {sys.executable} did not start: {said}", rest + "\ndoes this interpreter have ipykernel? `pip install ipykernel`"
 
 def execute(
     path,            # the notebook
