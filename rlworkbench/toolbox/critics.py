@@ -78,7 +78,7 @@ class PPO(Method):
         self.lam, self.gamma, self.wrong, self.learning_rate, self.steps = lam, gamma, wrong, learning_rate, steps
         self.width, self.value_clip, self.tokens_per_step = width, value_clip, tokens_per_step
         self.head = self.optimizer = self.batch = self.value_loss = None
-        self.n_updates, self.explained = 0, float("nan")
+        self.n_updates, self.explained = 0, None
 
     def prepare(self, run):
         if run.args.world_size > 1: raise ValueError(f"PPO keeps its critic on one process, and this run has world_size={run.args.world_size}: start it with one")
