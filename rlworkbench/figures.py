@@ -81,13 +81,13 @@ def new_figure(rows=1,        # of panels
 
 # %% ../nbs/core/figures.ipynb #89c87555
 def arm_styles(arms,          # names, in the order of the chapter
-               baseline=None, # grey; the first one if None
+               baseline=None, # grey; the first one if None, no arm if False
                method=None,   # blue and heavier; the first that is neither baseline nor control if None
                controls=(),   # dashed
               )->dict:        # {arm: keyword arguments of `Axes.plot`}
     "The look of each arm: baseline grey, method blue, controls dashed, all told apart by markers."
     arms, controls = list(arms), (controls,) if isinstance(controls, str) else tuple(controls)
-    unknown = [a for a in (baseline, method, *controls) if a is not None and a not in arms]
+    unknown = [a for a in (baseline, method, *controls) if a not in (None, False) and a not in arms]
     if unknown: raise ValueError(f"{unknown} is no arm: the arms are {arms}")
     if baseline is None: baseline = next((a for a in arms if a != method and a not in controls), None)
     if method is None: method = next((a for a in arms if a != baseline and a not in controls), None)
@@ -101,9 +101,9 @@ def arm_styles(arms,          # names, in the order of the chapter
     return looks
 
 # %% ../nbs/core/figures.ipynb #115f8ef2
-def _curve(results, arm, measure):
+def _curve(results, arm, measure, against):
     "x, mean, low, high of an arm as arrays; low and high are NaN where there is no band."
-    if not isinstance(results, Mapping): curve = results.curve(arm, measure)
+    if not isinstance(results, Mapping): curve = results.curve(arm, measure, against=against)
     else: curve = results[arm][measure] if measure in results[arm] else results[arm]
     if "x" not in curve or "mean" not in curve: raise ValueError(f"arm {arm!r} has no measure {measure!r}: it holds {sorted(map(str, curve))}")
     x, mean = as_floats(list(curve["x"])), as_floats(list(curve["mean"]))
@@ -134,22 +134,24 @@ def _line(ax, x, mean, low, high, look, shade):
 # %% ../nbs/core/figures.ipynb #02aa6d95
 def curves(results,            # {arm: {x, mean, low, high}}, {arm: {measure: {...}}}, or what an experiment returned
            measure="accuracy", # one name, or a list of them: a panel each
-           baseline=None,      # arm drawn grey; the first one if None
+           baseline=None,      # arm drawn grey; the first one if None, no arm if False
            method=None,        # arm drawn blue; the next one if None
            controls=(),        # arms drawn dashed
-           xlabel="generated tokens",
+           against="tokens",   # x of an experiment's results: "tokens" or "batch"
+           xlabel=None,        # the name of `against` if None
            ylabels=None,       # one per panel; the measures' names if None
            title=None,         # one per panel, or one text
-           band="95 % interval over seeds", # which interval the bands are
+           band="range of the seeds", # what the bands are, for the caption
            marks=(),           # (y, text) lines of the paper's claim, in the first panel
            ylim=None,          # shared by all panels if given
            height=3.2,         # inches
           ):
-    "Measures against budget, a line per arm, with bands; the caption says which interval they are."
+    "Measures against budget, a line per arm, with bands; the caption says what they are."
     measures = [measure] if isinstance(measure, str) else list(measure)
     arms = list(results if isinstance(results, Mapping) else results.arms)
+    xlabel = xlabel or {"tokens": "generated tokens", "batch": "batch of rollouts"}.get(against, against)
     looks = arm_styles(arms, baseline, method, controls)
-    data = {m: {a: _curve(results, a, m) for a in arms} for m in measures}
+    data = {m: {a: _curve(results, a, m, against) for a in arms} for m in measures}
     values = [v for m in measures for c in data[m].values() for v in c[1]]
     notes = ([f"Bands: {band}."] if any((~np.isnan(c[2])).any() for m in measures for c in data[m].values()) else []) + (["Gaps: not measured."] if np.isnan(values).any() else [])
     ylabels, titles = ([v]*len(measures) if isinstance(v, str) else v for v in (ylabels or measures, title or [None]*len(measures)))

@@ -53,6 +53,8 @@ def test_baseline_is_grey_method_blue_controls_dashed_and_all_differ_without_col
     assert len({(l["marker"], str(l["linestyle"])) for l in looks.values()}) == 4
     assert arm_styles(["ESPO", "PPO"], baseline="PPO")["ESPO"]["color"] == BLUE
     assert len(arm_styles([f"arm {i}" for i in range(12)])) == 12
+    without = arm_styles(["ESPO", "regret only", "random stop"], baseline=False, controls="random stop")   # the same looks where the baseline is not shown
+    assert all(without[a] == looks[a] for a in without)
     with pytest.raises(ValueError, match="the arms are"): arm_styles(["PPO"], method="ESPO")
 
 # --- curves
@@ -78,7 +80,10 @@ def test_curves_take_results_files_objects_and_several_measures():
     assert [ax.get_ylabel() for ax in fig.axes] == ["accuracy", "tokens"]
     class Results:
         arms = ["PPO"]
-        def curve(self, arm, measure): return stored[arm][measure]
+        def curve(self, arm, measure, against="batch"): return stored[arm][measure] | dict(x=[0, 900] if against == "tokens" else [0, 1])
+    by_tokens, by_batch = curves(Results()), curves(Results(), against="batch")
+    assert [f.axes[0].get_xlabel() for f in (by_tokens, by_batch)] == ["generated tokens", "batch of rollouts"]
+    assert [f.axes[0].lines[0].get_xdata()[-1] for f in (by_tokens, by_batch)] == [900, 1]
     assert pixels(curves(Results(), "length")).shape == pixels(curves(stored, "length")).shape
     with pytest.raises(ValueError, match="has no measure 'reward'"): curves(stored, "reward")
     with pytest.raises(ValueError, match="2 x, 1 mean"): curves({"PPO": dict(x=[0, 1], mean=[.1])})

@@ -69,3 +69,15 @@ def test_readme_table(tmp_path):
 def test_import_is_light():
     loaded = subprocess.run([sys.executable, "-c", "import sys, rlworkbench.papers; print(*[m for m in ('torch', 'numpy', 'matplotlib', 'trl') if m in sys.modules])"], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == ""
+
+def test_the_stages_of_a_finished_method_are_in_its_code():
+    method = pytest.importorskip("rlworkbench.method")
+    import importlib, inspect
+    found = 0
+    for p in PAPERS:
+        if not (ROOT/"rlworkbench/methods"/f"{p.slug}.py").exists(): continue
+        module = importlib.import_module(p.module); found += 1
+        classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, method.Method) and c.__module__ == module.__name__]
+        changed = {s for c in classes for s in STAGES if getattr(c, s) is not getattr(method.Method, s)}
+        assert set(p.stages) <= changed, f"{p.name}: the table says {p.stages}, the code changes {sorted(changed)}"
+    assert found == len(list((ROOT/"rlworkbench/methods").glob("[a-z]*.py")))   # every method is in the table
