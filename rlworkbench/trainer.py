@@ -142,7 +142,7 @@ def _check_stage(name, got, want):
 class Trainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with the nine stages of `method`; equal to it, gradient for gradient, when `method` changes nothing.
 
-    `rollouts` holds the last batch (a `Rollouts`), `n_sampled` the tokens generated so far."""
+    `rollouts` holds the last batch (a `Rollouts`), `verified` (B,) its rewards before any stage, `n_sampled` the tokens generated so far."""
     def __init__(self, policy,             # `Policy`: model and tokenizer
                  world,                    # `World` that judges completions; None if `reward_funcs` are given
                  problems,                 # list of `Problem`, or a `Dataset` with the column `prompt`
@@ -155,7 +155,7 @@ class Trainer(GRPOTrainer):
         for name, value in self.method.training.items():
             if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}")
         if self.method.training.get("shuffle_dataset") is False: args.shuffle_dataset = False
-        self.problems, self.n_sampled, self.rollouts, self._hidden = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None
+        self.problems, self.n_sampled, self.rollouts, self.verified, self._hidden = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None, None
         self.args, self.sampler = args, None
         self.method.prepare(self)
         self.problems = list(self.method.curriculum(self.problems))
@@ -202,7 +202,7 @@ class Trainer(GRPOTrainer):
             raise ValueError(f"no completion of this batch got a reward: {', '.join(self.reward_func_names)} returned None or NaN for every row; "
                              "check `reward_funcs` (or the answers of the world's problems)")
         first = self.accelerator.process_index*len(prompts)
-        self.rollouts.rewards = rewards[first:first + len(prompts)]
+        self.rollouts.rewards = self.verified = rewards[first:first + len(prompts)]
         self.log_metric("unscored_frac", self.rollouts.rewards.isnan().float().mean())
         return per_function
 
