@@ -8,8 +8,9 @@ __all__ = ['KNOWN', 'READERS', 'load_splits', 'Hub']
 # %% ../../nbs/worlds/hub.ipynb #0496ecbb
 import random, warnings
 from pathlib import Path
+from .answers import find_answer, tidy
 from .base import Problem, World, check_split, split_of
-from .judge import find_answer, judge, looks_readable, tidy
+from .judge import judge, looks_readable
 
 # %% ../../nbs/worlds/hub.ipynb #481298ae
 KNOWN = { # short names: hub name, configuration, columns
@@ -64,8 +65,11 @@ class Hub(World):
         "The problems of one split, in the data's order."
         columns = list(getattr(rows, "column_names", None) or (rows[0] if len(rows) else []))
         for setting in ("prompt", "answer"):
-            if self.dials[setting] not in columns: raise ValueError(f"{self.name}: there is no column {self.dials[setting]!r} in split {split!r}; set {setting}= to one of its columns: {', '.join(columns) or 'none, the split is empty'}")
-        return [self.make(q, a, f"{split}[{i}]") for i, (q, a) in enumerate(zip(*([r[self.dials[s]] for r in rows] if isinstance(rows, list) else rows[self.dials[s]] for s in ("prompt", "answer"))))]
+            if self.dials[setting] not in columns:
+                raise ValueError(f"{self.name}: there is no column {self.dials[setting]!r} in split {split!r}; "
+                                 f"set {setting}= to one of its columns: {', '.join(columns) or 'none, the split is empty'}")
+        columns = ([r[self.dials[s]] for r in rows] if isinstance(rows, list) else rows[self.dials[s]] for s in ("prompt", "answer"))
+        return [self.make(q, a, f"{split}[{i}]") for i, (q, a) in enumerate(zip(*columns))]
 
     def make(self, question, answer, row:str)->Problem:
         "One row as a problem."

@@ -19,8 +19,8 @@ def limit_memory(extra_mb:int): # above what the process holds now
         resource.setrlimit(resource.RLIMIT_AS, (size + extra_mb*2**20,)*2)
     except (ImportError, OSError, ValueError): pass # no /proc: the CPU and wall limits remain
 
-def serve(fd:int, target:str, warm:tuple[str,...], cpu_s:float, memory_mb:int):
-    "The child's loop: receive arguments, call `target`, send the result; the kernel ends it when a call overruns `cpu_s`."
+def serve(fd:int, target:str, warm:tuple[str,...], memory_mb:int):
+    "The child's loop: receive arguments, call `target`, send the result; the kernel ends it when a call overruns its CPU seconds."
     pipe, timer = Connection(fd), getattr(signal, "setitimer", None)
     try:
         module, _, name = target.partition(":")
@@ -30,12 +30,12 @@ def serve(fd:int, target:str, warm:tuple[str,...], cpu_s:float, memory_mb:int):
         pipe.send(("ready", None))
     except BaseException as e: return pipe.send(("failed", repr(e)))
     while True:
-        try: args = pipe.recv()
+        try: args, cpu_s = pipe.recv()
         except EOFError: return # the parent is gone
         if timer: timer(signal.ITIMER_PROF, cpu_s) # the default action of its signal ends the process, in C code too
         try: reply = ("ok", f(*args))
         except MemoryError: reply = ("runaway", f"more than {memory_mb} MB of memory")
-        except Exception as e: reply = ("error", repr(e)[:300])
+        except Exception as e: reply = ("error", (type(e).__name__, str(e)[:4000]))
         finally:
             if timer: timer(signal.ITIMER_PROF, 0)
         pipe.send(reply)
@@ -46,7 +46,9 @@ class Runaway(Exception):
     "A call went over a limit, or its process crashed."
 
 class WorkerError(Exception):
-    "The called function raised; the text is its error."
+    "The called function raised: the name of its exception, and the message."
+    @property
+    def message(self): return self.args[1]
 
 class Worker:
     "Calls `target` in another process, one call at a time, from any thread; starts at the first call."
@@ -63,8 +65,8 @@ class Worker:
         "Begin a fresh process, without waiting for it."
         self.pipe, child = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}; from rlworkbench.worlds.worker import serve; "
-                f"serve({child.fileno()}, {self.target!r}, {self.warm!r}, {self.cpu_s!r}, {self.memory_mb!r})")
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+                f"serve({child.fileno()}, {self.target!r}, {self.warm!r}, {self.memory_mb!r})")
+        env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child.fileno()], env=env, stdin=subprocess.DEVNULL,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) # Ctrl-C is for the parent
         child.close()
@@ -83,17 +85,22 @@ class Worker:
         self.process = None
 
     def __call__(self, *args):
+        "The result under the worker's own limits; Runaway or WorkerError if there is none."
+        return self.call(args, self.cpu_s, self.wall_s)
+
+    def call(self, args:tuple, cpu_s:float, wall_s:float):
+        "The same under other limits."
         with self.lock:
             if self.process is None or self.pid != os.getpid(): self.launch() # a forked copy of us needs its own
             try:
                 if not self.ready: self.await_ready()
-                self.pipe.send(args)
-                if not self.pipe.poll(self.wall_s): raise Runaway(f"more than {self.wall_s} s")
+                self.pipe.send((args, cpu_s))
+                if not self.pipe.poll(wall_s): raise Runaway(f"more than {wall_s} s")
                 kind, value = self.pipe.recv()
                 if kind == "runaway": raise Runaway(value)
             except (Runaway, EOFError, ConnectionError) as e:
                 self.close(); self.launch() # the next call finds it warm
-                raise e if isinstance(e, Runaway) else Runaway(f"more than {self.cpu_s} CPU seconds, or a crash") from None
+                raise e if isinstance(e, Runaway) else Runaway(f"more than {cpu_s} CPU seconds, or a crash") from None
             except BaseException: self.close(); raise # also an interrupt: a late reply must not meet the next question
-            if kind == "error": raise WorkerError(value)
+            if kind == "error": raise WorkerError(*value)
             return value
