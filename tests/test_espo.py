@@ -280,8 +280,16 @@ def test_schedule_takes_the_place_of_tau():
     m = espo.monitor
     for wanted in (.75 - .1*.5, .75 - .1*.5 - .1*.1, .75 - .1*.5 - .1*.1 - .1*.25):
         m.start(2)
-        espo.learn(SimpleNamespace(extras=dict(regret=torch.zeros(2, 3)), policy_mask=torch.ones(2, 3), lengths=torch.tensor([3, 3])), torch.tensor([False, False]))
+        espo.learn(SimpleNamespace(extras=dict(regret=torch.zeros(2, 3)), policy_mask=torch.ones(2, 3), lengths=torch.tensor([3, 3])), torch.tensor([False, False]), 1.)
         assert abs(m.controller.level - wanted) < 1e-6
+
+
+@pytest.mark.parametrize("failed_frac,aim", ((.9, .25), (.5, .25), (.1, .05), (0., 0.)))
+def test_no_more_is_stopped_than_half_of_what_fails(failed_frac, aim):
+    for espo, wanted in ((armed(ESPO(beta=7., eta=.1)), aim), (armed(ESPO(beta=7., eta=.1, tau_share=None)), .25)):
+        espo.monitor.start(2)
+        espo.learn(SimpleNamespace(extras=dict(regret=torch.zeros(2, 3)), policy_mask=torch.ones(2, 3), lengths=torch.tensor([3, 3])), torch.tensor([True, False]), failed_frac)
+        assert abs(espo.monitor.controller.level - (7 + .1*(.5 - wanted))) < 1e-9
 
 
 def test_value_arm_starts_at_the_quantile(weights, tmp_path):

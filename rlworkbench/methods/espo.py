@@ -242,14 +242,15 @@ class ESPO(Method):
     "Stops rollouts that look lost; used as Compose(PPO(), ESPO())."
     def __init__(self, *, signal:str="both",         # "both", "regret", "value" or "random"
                  beta:float|None=None, eta:float|None=None, # start and speed of the patience; None: see PATIENCE
-                 tau:float=.25, alpha:float=.8, alpha_stats:float=.9, epsilon:float=.2, clip:float=5.,
+                 tau:float=.25, tau_share:float|None=.5, # stop rate to aim at: tau, or this share of the failures if less [inferred]; None: tau alone [paper]
+                 alpha:float=.8, alpha_stats:float=.9, epsilon:float=.2, clip:float=5.,
                  r_fail:float=-1.,                   # [paper]; on plain GRPO use 0, the reward of a wrong answer
                  retroactive:bool=False,             # write to the end and cut afterwards
                  watch:bool=False,                   # only record: PPO with ESPO's measures
                  probe_every:int=0, probe_rollouts:int=64, # batches between false-positive probes (0: none), and their size
-                 schedule:list|None=None):           # stop rate to aim at in each armed batch, instead of tau
+                 schedule:list|None=None):           # stop rate to aim at in each armed batch, instead of both
         if signal not in SIGNALS: raise ValueError(f"signal={signal!r} is unknown: use one of {', '.join(SIGNALS)}")
-        self.signal, self.beta, self.eta, self.tau, self.alpha, self.alpha_stats, self.epsilon, self.clip = signal, beta, eta, tau, alpha, alpha_stats, epsilon, clip
+        self.signal, self.beta, self.eta, self.tau, self.tau_share, self.alpha, self.alpha_stats, self.epsilon, self.clip = signal, beta, eta, tau, tau_share, alpha, alpha_stats, epsilon, clip
         self.r_fail, self.retroactive, self.watch, self.probe_every, self.probe_rollouts, self.schedule = r_fail, retroactive, watch, probe_every, probe_rollouts, list(schedule or ())
         given = {k: v for k, v in dict(level=beta, eta=eta, tau=tau).items() if v is not None}
         if signal == "random" and beta is None: given["level"] = 1 - tau
@@ -280,16 +281,16 @@ class ESPO(Method):
         self.log = measure(self.monitor, rollouts, cut, rewards)
         if self.probe_every and self.n_batches % self.probe_every == 0: self.log |= self.probe(run, rollouts, cut)
         self.n_batches += 1
-        self.learn(rollouts, cut)
+        self.learn(rollouts, cut, (cut | (rewards < 1)).float().mean().item())
 
-    def learn(self, rollouts, cut):
+    def learn(self, rollouts, cut, failed_frac):
         "Statistics, then patience or warm-up: once a batch."
         m = self.monitor
         m.statistics.update(rollouts.extras["regret"], rollouts.policy_mask)
         if not cut.all(): m.lengths = rollouts.lengths[~cut].cpu()
         if self.watch: return
         if m.armed:
-            m.controller.update(cut.float().mean().item(), self.schedule.pop(0) if self.schedule else None)
+            m.controller.update(cut.float().mean().item(), self.schedule.pop(0) if self.schedule else self.tau if self.tau_share is None else min(self.tau, self.tau_share*failed_frac))
         else:
             m.warmup.update(self.critic.value_loss if self.critic else None, self.total)
             if self.signal == "value" and self.beta is None:     # so that a share tau of this batch would have been stopped
