@@ -32,9 +32,7 @@ PLAIN = [(re.compile(a), b) for a, b in (
 
 def read_leaf(text:str): # a sympy object, or None: not readable as a whole
     "One expression or equation, by math-verify's LaTeX parser; runs in the worker."
-    from antlr4 import Token
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
     import sympy
     if (plain := number(text)) is not None: return sympy.Rational(plain[0].numerator, plain[0].denominator)
     if is_words(text) or WRAP.search(text) or re.search(r"[0-9]\s+[0-9]", text): return None
@@ -42,9 +40,7 @@ def read_leaf(text:str): # a sympy object, or None: not readable as a whole
     for pattern, by in PLAIN: text = pattern.sub(by, text)
     text = normalize_latex(text.rstrip("%"), NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none"))
     try:
-        parser = _Latex2Sympy().create_parser(text); parser.math()
-        if parser.getCurrentToken().type != Token.EOF: return None # a part was read: that is not the answer
-        expr = latex2sympy(text, normalization_config=None)
+        expr = latex2sympy(text, normalization_config=None) # refuses a text that it cannot read to its end
     except MemoryError: raise
     except Exception: return None
     if not isinstance(expr, (sympy.Basic, sympy.MatrixBase)) or expr.has(sympy.zoo, sympy.nan): return None
