@@ -44,6 +44,16 @@ def test_shipped_chain_habits_meets_its_gate():
     # 512 samples carry about 2 points of standard error at .30, 1.3 at .10, 1 at .05; problems add as much again
     check_chain_gate(load_policy("chain-habits", device="cpu"), 64, 8, {3: .08, 6: .05, 8: .04})
 
+def test_shipped_gym_chain_sum_meets_its_gate():
+    policy = load_policy("gym-chain_sum", device="cpu")
+    world = make_world(policy.recipe.world, **policy.recipe.dials)
+    scores, texts = accuracy(policy, world, 64, 8, 8)
+    right, certain = scores == 1, torch.tensor([t.startswith("=") for t in texts]).view(64, 8)
+    assert .1 < right.float().mean() < .5
+    assert .1 < certain.float().mean() < .4                       # the better opener is the rarer one
+    assert right[certain].float().mean() > right[~certain].float().mean() + .25
+    assert ((right.float().mean(1) > 0) & (right.float().mean(1) < 1)).float().mean() > .6   # mixed groups
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_shipped_policies_are_what_their_recipes_say(name):
     folder = shipped_dir()/name
