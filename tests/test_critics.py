@@ -2,6 +2,7 @@
 from types import SimpleNamespace
 import pytest
 import torch
+from rlworkbench.method import Compose, Method
 from rlworkbench.policies import Recipe, Stage, train_recipe
 from rlworkbench.rollouts import TorchSampler
 from rlworkbench.toolbox.critics import PPO, ValueHead, fit_values, value_targets
@@ -114,3 +115,9 @@ def test_resumed_run_equals_unbroken_one(weights, tmp_path, stop_at):
 
 def test_several_processes_are_refused(weights):
     with pytest.raises(ValueError, match="world_size=2"): PPO().prepare(SimpleNamespace(args=SimpleNamespace(world_size=2, seed=0), policy=weights))
+
+
+def test_two_owners_of_the_advantages_are_refused():
+    class Other(Method):
+        replaces = ("advantages",)
+    with pytest.raises(ValueError, match="PPO and Other both replace the stage `advantages`"): Compose(PPO(), Other())

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlworkbench.advantages import gae, terminal_rewards
+from rlworkbench.experiment import describe
 from rlworkbench.method import Compose, Method
-from rlworkbench.methods.espo import (ESPO, PATIENCE, RateController, RegretStatistics, RetroactiveSampler, StopMonitor, WarmUp, cut_rollouts, cumulative_regret,
-                                      normalised_regret, pressure, random_stops, regret, shadow, stop_index)
+from rlworkbench.methods.espo import ESPO, PATIENCE, RateController, RegretStatistics, StopMonitor, WarmUp, cumulative_regret, normalised_regret, pressure, regret, stop_index
 from rlworkbench.policies import Recipe, Stage, train_recipe
 from rlworkbench.rollouts import Rollouts, Stop, TorchSampler
 from rlworkbench.toolbox.critics import PPO, ValueHead
+from rlworkbench.toolbox.cutting import RetroactiveSampler, cut_rollouts, random_stops, shadow
 from rlworkbench.trainer import Trainer, training_config
 from rlworkbench.worlds.base import make_world
 
@@ -336,19 +337,19 @@ def test_resumed_run_equals_unbroken_one(weights, tmp_path, stop_at, signal):
     resumed = run(weights, tmp_path/"part", method(), updates=6, resume=str(tmp_path/"part"/f"checkpoint-{stop_at}"))
     a, b = whole.method[ESPO], resumed.method[ESPO]
     assert same(whole.policy.model, resumed.policy.model) and same(whole.method[PPO].head, resumed.method[PPO].head)
-    assert (a.monitor.statistics, a.monitor.controller, a.monitor.warmup, a.n_batches) == (b.monitor.statistics, b.monitor.controller, b.monitor.warmup, b.n_batches)
-    assert a.monitor.controller.level not in (1., .5) and a.n_batches == 3
+    assert (a.monitor.statistics, a.monitor.controller, a.monitor.warmup, a._n_batches) == (b.monitor.statistics, b.monitor.controller, b.monitor.warmup, b._n_batches)
+    assert a.monitor.controller.level not in (1., .5) and a._n_batches == 3
 
 
 def test_state_round_trip():
     a, b = ESPO(), ESPO()
     a.monitor.statistics.update(torch.rand(3, 4), torch.ones(3, 4)); a.monitor.controller.update(.9); a.monitor.warmup.update(.4, 50)
-    a.monitor.lengths, a.n_batches = torch.tensor([3, 4]), 7
+    a.monitor.lengths, a._n_batches = torch.tensor([3, 4]), 7
     state = a.state_dict()
     a.monitor.controller.update(.9)                                       # the state that was taken does not move with the run
     b.load_state_dict(state)
     assert b.monitor.controller.level == 3. + .5*(.9 - .25) and b.monitor.warmup.n_settled == 1 and b.monitor.statistics == a.monitor.statistics
-    assert b.monitor.lengths.tolist() == [3, 4] and b.n_batches == 7
+    assert b.monitor.lengths.tolist() == [3, 4] and b._n_batches == 7
 
 
 def test_two_methods_share_no_state():
@@ -370,3 +371,21 @@ def test_regret_alone_works_without_a_critic(weights, tmp_path):
                                           (lambda: Compose(ESPO(), PPO()), r"write Compose\(PPO\(\), ESPO\(\)\)"), (lambda: ESPO(signal="vlaue"), "use one of both, regret, value, random")))
 def test_what_cannot_work_is_refused(weights, tmp_path, make, message):
     with pytest.raises(ValueError, match=message): run(weights, tmp_path, make())
+
+
+def test_a_setting_that_would_mask_cut_rollouts_is_refused(weights, tmp_path):
+    args = training_config(tmp_path, num_problems=2, num_generations=4, updates=2, max_completion_length=12, num_iterations=2, mask_truncated_completions=True)
+    with pytest.raises(ValueError, match="needs mask_truncated_completions=False, but the settings say True"):
+        Trainer(weights, WORLD, WORLD.problems(16, seed=1), Compose(PPO(), ESPO()), args)
+    assert Compose(PPO(), ESPO()).training == dict(num_iterations=2, mask_truncated_completions=False)
+
+
+def test_what_tells_two_arms_apart_are_settings_not_state(weights, tmp_path):
+    method = Compose(PPO(), ESPO(tau=.3))
+    fresh = describe(method)
+    run(weights, tmp_path, method)
+    assert describe(method) == fresh
+    ppo, espo = fresh["parts"]
+    assert set(ppo) == {"name", "gamma", "lam", "learning_rate", "width", "wrong"}
+    assert set(espo) == {"name", "alpha", "alpha_stats", "clip", "epsilon", "probe_every", "probe_rollouts", "r_fail", "retroactive", "signal", "tau", "tau_share", "watch"}
+    assert describe(Compose(PPO(), ESPO(tau=.3))) == fresh != describe(Compose(PPO(), ESPO()))

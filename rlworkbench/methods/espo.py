@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'PATIENCE', 'regret', 'normalised_regret', 'cumulative_regret', 'stop_threshold', 'pressure', 'stop_index',
-           'can_stop', 'RegretStatistics', 'RateController', 'WarmUp', 'random_stops', 'StopMonitor', 'cut_rollouts',
-           'RetroactiveSampler', 'shadow', 'saved_tokens', 'top', 'ESPO', 'measure']
+           'RegretStatistics', 'RateController', 'WarmUp', 'StopMonitor', 'controller_for', 'wanted_rate', 'measure',
+           'ESPO']
 
 # %% ../../nbs/07_espo.ipynb #574421e0
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import torch
 from torch import Tensor
 from ..method import Method
-from ..rollouts import Monitor, Rollouts, Sampler, Stop, TokenRecorder
+from ..rollouts import Monitor, Rollouts, Stop, TokenRecorder
 from ..stats import auc
-from ..toolbox.critics import PPO
+from ..toolbox.critics import critic_before
+from ..toolbox.cutting import RetroactiveSampler, can_stop, level_for, probe_cuts, random_stops, saved_frac, top
 
 # %% ../../nbs/07_espo.ipynb #610626f2
 def regret(logits:Tensor, # (...,V) before temperature and filters
@@ -74,13 +75,6 @@ def stop_index(pressures:Tensor, # (B,T)
     over = (pressures > patience) & allowed.bool()
     return torch.where(over.any(1), over.long().argmax(1), -1)
 
-def can_stop(mask:Tensor,  # (B,T) 0/1 tokens of the policy
-             ended:Tensor, # (B,) bool, rows whose last token is an end token
-            )->Tensor:     # (B,T) bool
-    "All tokens but the end token: a finished answer is for the verifier to judge."
-    last = mask.bool() & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return mask.bool() & ~(last & ended[:, None])
-
 # %% ../../nbs/07_espo.ipynb #f8634161
 @dataclass
 class RegretStatistics:
@@ -120,13 +114,6 @@ class WarmUp:
         self.armed |= self.n_settled >= self.in_a_row or self.n_batches >= self.at_most*total
 
 # %% ../../nbs/07_espo.ipynb #c3559db6
-def random_stops(draws:Tensor,   # (B,2) uniform in 0…1
-                 lengths:Tensor, # (B,) tokens that may be kept
-                 rate:float,     # share of rows to stop
-                )->Tensor:       # (B,) int64, index of the last token kept; -1: not stopped
-    "Stops at uniform positions: the placebo."
-    return torch.where(draws[:, 0] < rate, (draws[:, 1]*lengths).long(), -1)
-
 @dataclass
 class StopMonitor(Monitor):
     "Watches rollouts token by token and ends those whose pressure exceeds the patience; its numbers are frozen at the start of a batch."
@@ -145,9 +132,7 @@ class StopMonitor(Monitor):
         self.z, self.t_stop, self.record = torch.zeros(B, device=device), torch.full((B,), -1, device=device), TokenRecorder()
         if self.signal == "random" and self.armed and not self.watch_only:   # nobody knows yet how long these rollouts will be
             self.at = self.draw(self.lengths[torch.randint(len(self.lengths), (B,))]).to(device)
-
     def draw(self, lengths): return random_stops(torch.rand(len(lengths), 2), lengths.cpu(), 1 - self.level)
-
     def update(self, rows, t, logits, tokens, values):
         g = regret(logits, tokens)
         if self.mean is not None: self.z[rows] = self.alpha*self.z[rows] + (1 - self.alpha)*normalised_regret(g, self.mean, self.var, self.clip)
@@ -157,160 +142,43 @@ class StopMonitor(Monitor):
         else: stop = pressure(self.z[rows], values, self.epsilon, self.signal) > self.level
         self.t_stop[rows[stop]] = t
         return stop
-
     def finish(self): return dict(self.record.tensors(len(self.z)), t_stop=self.t_stop)
-
-    def pressures(self, regrets, values, mask): # (B,T) each -> (B,T)
-        "The pressure at every token of finished rollouts, by the frozen numbers of this batch."
-        z = cumulative_regret(normalised_regret(regrets, self.mean, self.var, self.clip), mask, self.alpha) if self.mean is not None else torch.zeros_like(regrets)
-        return pressure(z, values, self.epsilon, self.signal)
-
     def retrospect(self, regrets, values, mask, # (B,T) each, of rollouts written to their end
                    ended:Tensor,                # (B,) bool, last token is an end token
                   )->Tensor:                    # (B,) int64, as `stop_index`
-        "Where the rule would have stopped; -1: nowhere."
+        "Where the rule would have stopped, by the frozen numbers of this batch; -1: nowhere."
         allowed = can_stop(mask, ended)
         if not self.armed: return torch.full((len(mask),), -1, device=mask.device)
         if self.signal == "random": return self.draw(allowed.sum(1)).to(mask.device)
-        return stop_index(self.pressures(regrets, values, mask), self.level, allowed)
-
-# %% ../../nbs/07_espo.ipynb #2ed058d7
-def cut_rollouts(rollouts:Rollouts,
-                 t_stop:Tensor,  # (B,) int64, index of the last token kept; -1: leave the row alone
-                 pad_id:int=0,
-                 decode=None,    # ids -> text, for the texts of cut rows; None: they become empty
-                )->Rollouts:     # as if writing had stopped there; the full texts and lengths are in `extras`
-    "Ends each rollout after its token `t_stop`."
-    cut, wide = t_stop >= 0, rollouts.completion_mask.shape
-    last = torch.where(cut, t_stop, wide[1] - 1)
-    gone = (torch.arange(wide[1], device=last.device) > last[:, None]) | ~rollouts.completion_mask.bool()
-    T = max(1, int((~gone).sum(1).max()))
-    def trim(x, fill=0): return x.masked_fill(gone.view(*wide, *[1]*(x.dim() - 2)), fill)[:, :T]
-    ids = trim(rollouts.completion_ids, pad_id)
-    texts = None if rollouts.completions is None else [
-        (decode(row[:n]) if decode else "") if c else text for row, n, c, text in zip(ids.tolist(), (last + 1).tolist(), cut.tolist(), rollouts.completions)]
-    extras = {k: trim(v) if isinstance(v, Tensor) and v.shape[:2] == wide else v for k, v in rollouts.extras.items()}
-    extras |= dict(t_stop=t_stop, full_lengths=rollouts.lengths) | ({} if texts is None else dict(full_completions=list(rollouts.completions)))
-    return rollouts.replace(completion_ids=ids, completions=texts, extras=extras, stop=torch.where(cut, int(Stop.CUT), rollouts.stop),
-                            **{name: trim(getattr(rollouts, name)) for name in ("completion_mask", "policy_mask", "logps")})
-
-@dataclass
-class RetroactiveSampler(Sampler):
-    "Lets `inner` write to the end and cuts afterwards where `monitor`, which only watches, would have stopped."
-    inner: Sampler
-    monitor: StopMonitor
-    def sample(self, prompt_ids, **kwargs):
-        full, tokenizer = self.inner.sample(prompt_ids, **kwargs), self.inner.tokenizer
-        t_stop = self.monitor.retrospect(full.extras["regret"], full.extras.get("values"), full.completion_mask, full.stop == Stop.EOS)
-        return cut_rollouts(full, t_stop, tokenizer.pad_token_id, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-    def with_monitor(self, monitor): return replace(self, inner=self.inner.with_monitor(monitor))
-
-# %% ../../nbs/07_espo.ipynb #f0edbe64
-def shadow(sampler:Sampler,   # without a monitor
-           rollouts:Rollouts,
-           rows:Tensor,       # (n,) int64, which rollouts to let go on
-           seed:int=0,
-          )->tuple:           # n full texts, n bool: within the length limit
-    "Continues cut rollouts from where they stopped; the global generators are left as they were."
-    cut, limit = rollouts.take(rows), sampler.max_new_tokens
-    def ids(table, mask): return [[x for x, m in zip(*pair) if m] for pair in zip(table.tolist(), mask.tolist())]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tail = sampler.replace(max_new_tokens=max(1, limit - int(cut.lengths.min()))).sample(
-            ids(cut.prompt_ids, cut.prompt_mask), prefixes=ids(cut.completion_ids, cut.completion_mask))
-    return [a + b for a, b in zip(cut.completions, tail.completions)], (cut.lengths + tail.lengths <= limit).tolist()
-
-def saved_tokens(lengths:Tensor, # (B,) tokens written
-                 cut:Tensor,     # (B,) bool
-                )->float:        # tokens; 0 where nothing was cut or everything was
-    "What the cut rollouts would have gone on to write, if they had become as long as the others [inferred]."
-    if cut.all() or not cut.any(): return 0.
-    return (lengths[~cut].double().mean() - lengths[cut]).clamp_min(0).sum().item()
+        z = torch.zeros_like(regrets) if self.mean is None else cumulative_regret(normalised_regret(regrets, self.mean, self.var, self.clip), mask, self.alpha)
+        return stop_index(pressure(z, values, self.epsilon, self.signal), self.level, allowed)
+    def stops(self, rollouts): # (B,) int64, for `RetroactiveSampler`
+        x = rollouts.extras
+        return self.retrospect(x["regret"], x.get("values"), rollouts.completion_mask, rollouts.stop == Stop.EOS)
+    def observe(self, rollouts, cut):
+        "What every batch teaches: which regret is usual, and how long rollouts are."
+        self.statistics.update(rollouts.extras["regret"], rollouts.policy_mask)
+        if not cut.all(): self.lengths = rollouts.lengths[~cut].cpu()
+    def state_dict(self): return dict(statistics=dict(vars(self.statistics)), controller=dict(vars(self.controller)), warmup=dict(vars(self.warmup)), lengths=self.lengths)
+    def load_state_dict(self, state):
+        for part in ("statistics", "controller", "warmup"): vars(getattr(self, part)).update(state[part])
+        self.lengths = state["lengths"]
 
 # %% ../../nbs/07_espo.ipynb #05f2ada2
 PATIENCE = dict(both=dict(level=3.), regret=dict(level=3.),            # start of β; paper: 7 with "both"
-                value=dict(level=None, eta=.1, low=-2., high=2.),    # None: set from the last warm-up batch, see `starting_level`
+                value=dict(level=None, eta=.1, low=-2., high=2.),    # None: set from the last warm-up batch, see `level_for`
                 random=dict(level=.75, eta=.1, low=0., high=1.))     # all [inferred]
 
-def top(scores:Tensor, # (B,T)
-        mask:Tensor,   # (B,T) 0/1
-       )->Tensor:      # (B,) -inf without a valid token
-    "The largest score of each rollout."
-    return scores.masked_fill(~mask.bool(), -math.inf).amax(1)
+def controller_for(signal:str, beta:float|None, eta:float|None, tau:float)->RateController:
+    "The patience that a run starts with: what is given, else that of `PATIENCE`."
+    if signal not in SIGNALS: raise ValueError(f"signal={signal!r} is unknown: use one of {', '.join(SIGNALS)}")
+    given = {k: v for k, v in dict(level=beta, eta=eta, tau=tau).items() if v is not None}
+    if signal == "random" and beta is None: given["level"] = 1 - tau
+    return RateController(**(PATIENCE[signal] | given))
 
-class ESPO(Method):
-    "Stops rollouts that look lost; used as Compose(PPO(), ESPO())."
-    def __init__(self, *, signal:str="both",         # "both", "regret", "value" or "random"
-                 beta:float|None=None, eta:float|None=None, # start and speed of the patience; None: see PATIENCE
-                 tau:float=.25, tau_share:float|None=.5, # stop rate to aim at: tau, or this share of the failures if less [inferred]; None: tau alone [paper]
-                 alpha:float=.8, alpha_stats:float=.9, epsilon:float=.2, clip:float=5.,
-                 r_fail:float=-1.,                   # [paper]; on plain GRPO use 0, the reward of a wrong answer
-                 retroactive:bool=False,             # write to the end and cut afterwards
-                 watch:bool=False,                   # only record: PPO with ESPO's measures
-                 probe_every:int=0, probe_rollouts:int=64, # batches between false-positive probes (0: none), and their size
-                 schedule:list|None=None):           # stop rate to aim at in each armed batch, instead of both
-        if signal not in SIGNALS: raise ValueError(f"signal={signal!r} is unknown: use one of {', '.join(SIGNALS)}")
-        self.signal, self.beta, self.eta, self.tau, self.tau_share, self.alpha, self.alpha_stats, self.epsilon, self.clip = signal, beta, eta, tau, tau_share, alpha, alpha_stats, epsilon, clip
-        self.r_fail, self.retroactive, self.watch, self.probe_every, self.probe_rollouts, self.schedule = r_fail, retroactive, watch, probe_every, probe_rollouts, list(schedule or ())
-        given = {k: v for k, v in dict(level=beta, eta=eta, tau=tau).items() if v is not None}
-        if signal == "random" and beta is None: given["level"] = 1 - tau
-        self.monitor = StopMonitor(RegretStatistics(alpha_stats), RateController(**(PATIENCE[signal] | given)), WarmUp(), alpha, epsilon, clip, signal, retroactive or watch)
-        self.batch, self.n_batches, self.log = None, 0, {}
-
-    def prepare(self, run):
-        parts = getattr(run.method, "methods", (run.method,))
-        critics = [i for i, part in enumerate(parts) if isinstance(part, PPO)]
-        if not critics and self.signal in ("both", "value"):
-            raise ValueError(f"ESPO(signal={self.signal!r}) reads a critic's values and there is none: use Compose(PPO(), ESPO()), or signal='regret'")
-        if critics and critics[0] > parts.index(self): raise ValueError("PPO after ESPO would rescale r_fail: write Compose(PPO(), ESPO())")
-        self.critic = parts[critics[0]] if critics else None
-        self.total = run.args.max_steps*run.args.gradient_accumulation_steps//(run.args.num_iterations*run.args.steps_per_generation)   # batches of rollouts
-
-    def sampler(self, sampler):
-        self.plain, watched = sampler, sampler.with_monitor(self.monitor)
-        return RetroactiveSampler(watched, self.monitor) if self.retroactive else watched
-
-    def rewards(self, rollouts, rewards):
-        cut = (rollouts.stop == Stop.CUT) & (rollouts.extras["t_stop"] == rollouts.lengths - 1)
-        self.batch = rollouts, cut, rewards              # the verifier's word on the others stays known
-        return torch.where(cut, self.r_fail, rewards)
-
-    def after_update(self, run):
-        if self.batch is None: return                    # a further update on the same batch
-        (rollouts, cut, rewards), self.batch = self.batch, None
-        self.log = measure(self.monitor, rollouts, cut, rewards)
-        if self.probe_every and self.n_batches % self.probe_every == 0: self.log |= self.probe(run, rollouts, cut)
-        self.n_batches += 1
-        self.learn(rollouts, cut, (cut | (rewards < 1)).float().mean().item())
-
-    def learn(self, rollouts, cut, failed_frac):
-        "Statistics, then patience or warm-up: once a batch."
-        m = self.monitor
-        m.statistics.update(rollouts.extras["regret"], rollouts.policy_mask)
-        if not cut.all(): m.lengths = rollouts.lengths[~cut].cpu()
-        if self.watch: return
-        if m.armed:
-            m.controller.update(cut.float().mean().item(), self.schedule.pop(0) if self.schedule else self.tau if self.tau_share is None else min(self.tau, self.tau_share*failed_frac))
-        else:
-            m.warmup.update(self.critic.value_loss if self.critic else None, self.total)
-            if self.signal == "value" and self.beta is None:     # so that a share tau of this batch would have been stopped
-                m.controller.level = top(-rollouts.extras["values"], rollouts.completion_mask).quantile(1 - self.tau).item()
-
-    def probe(self, run, rollouts, cut):
-        "How many cut rollouts would have been right?"
-        rows = cut.nonzero()[:self.probe_rollouts, 0]
-        if not len(rows): return {}
-        texts, fits = ([rollouts.extras["full_completions"][i] for i in rows], [True]*len(rows)) if self.retroactive else shadow(self.plain, rollouts, rows, run.state.global_step)
-        right = [f and (run.world.verify(rollouts.problems[i], text) or 0) >= 1 for i, text, f in zip(rows.tolist(), texts, fits)]
-        return dict(n_probed=len(rows), false_positive_frac=sum(right)/len(rows))
-
-    def state_dict(self):
-        m = self.monitor
-        return dict(statistics=dict(vars(m.statistics)), controller=dict(vars(m.controller)), warmup=dict(vars(m.warmup)), lengths=m.lengths, n_batches=self.n_batches, schedule=list(self.schedule))
-    def load_state_dict(self, state):
-        for part in ("statistics", "controller", "warmup"): vars(getattr(self.monitor, part)).update(state[part])
-        self.monitor.lengths, self.n_batches, self.schedule, self.batch = state["lengths"], state["n_batches"], state["schedule"], None
-    def metrics(self): return self.log
+def wanted_rate(failed_frac:float, tau:float=.25, tau_share:float|None=.5)->float:
+    "Stop rate to aim at: tau, or the share `tau_share` of the failures if that is less [inferred]; None: tau alone [paper]."
+    return tau if tau_share is None else min(tau, tau_share*failed_frac)
 
 def measure(monitor:StopMonitor, rollouts:Rollouts,
             cut:Tensor,     # (B,) bool
@@ -320,8 +188,56 @@ def measure(monitor:StopMonitor, rollouts:Rollouts,
     x, mask, known = rollouts.extras, rollouts.completion_mask, ~cut & ~rewards.isnan()
     scores = dict(auc_regret=x["z"]) | ({} if x.get("values") is None else dict(auc_value=-x["values"], auc_both=pressure(x["z"], x["values"], monitor.epsilon)))
     out = {name: auc(top(s, mask)[known], rewards[known] < 1) for name, s in scores.items()} if monitor.mean is not None else {}
-    written = rollouts.lengths.sum().item()
-    saved = (x["full_lengths"] - rollouts.lengths).sum().item() if "full_lengths" in x else saved_tokens(rollouts.lengths, cut)
-    out |= dict(stop_rate=cut.float().mean().item(), patience=monitor.level, armed=float(monitor.armed), saved_frac=saved/max(saved + written, 1),
+    out |= dict(stop_rate=cut.float().mean().item(), patience=monitor.level, armed=float(monitor.armed), saved_frac=saved_frac(rollouts, cut),
                 regret_mean=monitor.mean, regret_std=None if monitor.var is None else math.sqrt(monitor.var))
     return {k: v for k, v in out.items() if v is not None and math.isfinite(v)}
+
+# %% ../../nbs/07_espo.ipynb #e0a7ffb4
+@dataclass(kw_only=True, eq=False, repr=False)
+class ESPO(Method):
+    "Stops rollouts that look lost; used as Compose(PPO(), ESPO())."
+    training = dict(mask_truncated_completions=False) # a cut rollout has no end token either, and it is the one to learn from
+    signal: str = "both"          # "both", "regret", "value" or "random"
+    beta: float|None = None; eta: float|None = None # start and speed of the patience; None: see PATIENCE
+    tau: float = .25; tau_share: float|None = .5    # see `wanted_rate`; paper: tau alone
+    alpha: float = .8; alpha_stats: float = .9; epsilon: float = .2; clip: float = 5.
+    r_fail: float = -1.           # [paper]; on plain GRPO use 0, the reward of a wrong answer
+    retroactive: bool = False     # write to the end and cut afterwards
+    watch: bool = False           # only record: PPO with ESPO's measures
+    probe_every: int = 0; probe_rollouts: int = 64  # batches between false-positive probes (0: none), and their size
+    schedule: list = ()           # stop rate to aim at in each armed batch, in the place of `wanted_rate`
+    def __post_init__(self):
+        self.monitor = StopMonitor(RegretStatistics(self.alpha_stats), controller_for(self.signal, self.beta, self.eta, self.tau), WarmUp(),
+                                   self.alpha, self.epsilon, self.clip, self.signal, self.retroactive or self.watch)
+        self.schedule, self.log, self._batch, self._n_batches = list(self.schedule), {}, None, 0
+    def prepare(self, run):
+        self.critic, a = critic_before(run.method, self), run.args
+        if self.critic is None and self.signal in ("both", "value"):
+            raise ValueError(f"ESPO(signal={self.signal!r}) reads a critic's values and there is none: use Compose(PPO(), ESPO()), or signal='regret'")
+        self._total = a.max_steps*a.gradient_accumulation_steps//(a.num_iterations*a.steps_per_generation)   # batches of rollouts
+    def sampler(self, sampler):
+        self.plain, watched = sampler, sampler.with_monitor(self.monitor)
+        return RetroactiveSampler(watched, self.monitor) if self.retroactive else watched
+    def rewards(self, rollouts, rewards):
+        cut = (rollouts.stop == Stop.CUT) & (rollouts.extras["t_stop"] == rollouts.lengths - 1)
+        self._batch = rollouts, cut, rewards             # the verifier's word on the others stays known
+        return torch.where(cut, self.r_fail, rewards)
+    def after_update(self, run):
+        if self._batch is None: return                   # a further update on the same batch
+        (rollouts, cut, rewards), self._batch = self._batch, None
+        self.log = measure(self.monitor, rollouts, cut, rewards)
+        if self.probe_every and self._n_batches % self.probe_every == 0: self.log |= probe_cuts(self.plain, run.world, rollouts, cut, self.probe_rollouts, run.state.global_step)
+        self._n_batches += 1
+        self.learn(rollouts, cut, (cut | (rewards < 1)).float().mean().item())
+    def learn(self, rollouts, cut, failed_frac):
+        m = self.monitor
+        m.observe(rollouts, cut)
+        if self.watch: return
+        if m.armed: m.controller.update(cut.float().mean().item(), self.schedule.pop(0) if self.schedule else wanted_rate(failed_frac, self.tau, self.tau_share))
+        else: m.warmup.update(self.critic.value_loss if self.critic else None, self._total)
+        if not m.armed and self.signal == "value" and self.beta is None: m.controller.level = level_for(-rollouts.extras["values"], rollouts.completion_mask, self.tau)
+    def state_dict(self): return self.monitor.state_dict() | dict(n_batches=self._n_batches, schedule=list(self.schedule))
+    def load_state_dict(self, state):
+        self.monitor.load_state_dict(state)
+        self._n_batches, self.schedule, self._batch = state["n_batches"], list(state["schedule"]), None
+    def metrics(self): return self.log
