@@ -121,7 +121,7 @@ def text_table(
 # %% ../nbs/core/report.ipynb #f26749d4
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;width:100%;margin:1em 0}th,td{text-align:left;padding:.3em .6em;border-bottom:1px solid #ddd;vertical-align:top}
-th{border-bottom:2px solid #888}td.n{text-align:right}h2{margin-top:2em}.holds{color:#1a6e2e}.not{color:#a3271f}.stale{color:#8a5a00}small{color:#666}
+th{border-bottom:2px solid #888}td.n{text-align:right}h2{margin-top:2em}svg{display:block;max-width:640px;margin:1em 0}.holds{color:#1a6e2e}.not{color:#a3271f}.stale{color:#8a5a00}small{color:#666}
 @media(prefers-color-scheme:dark){body{background:#1b1b1b;color:#ddd}th,td{border-color:#444}.holds{color:#6fc983}.not{color:#ff8d84}.stale{color:#e0b050}small{color:#aaa}}"""
 COLOURS = ("#888888", "#1f6fb4", "#d1662b", "#3a8f4d", "#8a5fb0", "#a0522d")
 
@@ -169,7 +169,7 @@ def _chapter(results):
     esc = lambda *texts: [html.escape(str(t)) for t in texts]
     claims = [[*esc(c["text"], c["rule"]), _coloured(c["verdict"]), *esc(c["reason"])] for c in results["claims"]]
     gates = [esc(name, number(g["value"]), g["threshold"], "met" if g["passed"] else "not met") for name, g in results["gate"].items()]
-    compared = [esc(comparison_text(c), f"{c['n']['seeds'] or '–'} seeds, {c['n']['problems'] or '–'} problems") for c in results["comparisons"]]
+    compared = [esc(comparison_text(c), ', '.join(f"{c['n'][k]} {k[:-1] if c['n'][k] == 1 else k}" for k in ('seeds', 'problems') if c['n'][k])) for c in results["comparisons"]]
     means = lambda values: [v for v in values if v is not None]
     measures = list(dict.fromkeys(m for ms in results["arms"].values() for m in ms))
     arms = [[html.escape(arm), *(number(sum(v) / len(v)) if (v := means(ms.get(m, []))) else "–" for m in measures)] for arm, ms in results["arms"].items()]
