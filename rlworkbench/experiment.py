@@ -234,7 +234,8 @@ class Experiment:
 def describe(method:Method)->dict:
     "Name and scalar settings of a method, its parts included: what tells two arms apart."
     if hasattr(method, "methods"): return {"name": method.name, "parts": [describe(m) for m in method.methods]}
-    return {"name": method.name, **{k: v for k, v in sorted(vars(method).items()) if isinstance(v, (int, float, str, bool)) and not k.startswith("_")}}
+    return {"name": method.name, **{k: v if math.isfinite(v) else repr(v) for k, v in sorted(vars(method).items()) if isinstance(v, (int, float)) and not k.startswith("_")},
+            **{k: v for k, v in sorted(vars(method).items()) if isinstance(v, str) and not k.startswith("_")}}
 
 # %% ../nbs/core/experiment.ipynb #3a4a3238
 class Results:
@@ -289,7 +290,7 @@ class Results:
         "Tokens generated in training, over those of `against`, paired by seed."
         return ratio_interval(self.tokens(arm), self.tokens(against or self.baseline))
     def summary(self, against=None):
-        "One row an arm: accuracy, paired difference with its 95 % interval, tokens, seconds."
+        "One row an arm: accuracy, paired difference with its 95 % interval, tokens. Nothing in it depends on the clock."
         import pandas as pd
         base, rows = against or self.baseline, []
         for arm in self.arms:
@@ -298,7 +299,7 @@ class Results:
                 i = self.compare(arm, base)
                 row |= {"difference": i.mean, "95 % low": i.low, "95 % high": i.high}
                 if len(self.seeds) > 1: row |= {"t low": i.t_low, "t high": i.t_high}
-            rows.append(row | {"seeds": len(self.seeds), "seconds a run": round(float(np.mean([r["seconds"] for r in self.of(arm)])))})
+            rows.append(row | {"seeds": len(self.seeds)})
         return pd.DataFrame(rows).set_index("arm")
     def learning_gate(self, arm=None, least:float=.05)->Gate:
         "The second precondition: the baseline ends clearly above its start (the whole paired interval above `least`)."

@@ -132,7 +132,7 @@ def module_path(
 
 # %% ../nbs/core/notebooks.ipynb #76d7e7f0
 WIDGET = "application/vnd.jupyter.widget-view+json"
-TIMING = re.compile(r"\b\d+(\.\d+)? ?(ms|s|secs?|seconds?|mins?|minutes?|h|hours?)\b|\b\d{1,2}:\d\d(:\d\d)?\b|\b20\d\d-\d\d-\d\d\b|\d(it/s|s/it)")
+TIMING = re.compile(r"\b\d+(\.\d+)? ?(ms|s|secs?|seconds?|mins?|minutes?|h|hours?)\b|(?<![\w+\-:.])\d{1,2}:\d\d(:\d\d)?(?![\w:;])|\b20\d\d-\d\d-\d\d\b|\d(it/s|s/it)")
 BAR = re.compile(r"\d+%\|")
 PLACE = re.compile(r"(?<![\w./:])(/(home|root|tmp|Users|work|var|usr|opt|mnt)\b|[A-Z]:\\)|file://")
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from .advantages import group_advantages, to_tokens
 from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_loss, kl_estimate, masked_mean
-from .method import Method, Step
+from .method import Method, Step, changed_stages
 from .policies import encode_prompt
 from .rollouts import Rollouts, TorchSampler
 
@@ -89,16 +89,17 @@ class _Stages(TrainerCallback):
 _UNKNOWN = dict(top_entropy_quantile=1., off_policy_mask_threshold=None, entropy_coef=0., use_adaptive_entropy=False,
                 multi_objective_aggregation="sum_then_normalize")
 
-def _check_settings(args):
+def _check_settings(args, method):
     for name, plain in _UNKNOWN.items():
         if getattr(args, name, plain) != plain:
             raise ValueError(f"{name}={getattr(args, name)!r} reaches into the loss and is not one of the stages: leave it at {plain!r}, or write a Method for it")
     if args.loss_type not in (*LOSS_TYPES, "cispo"):
         raise ValueError(f"loss_type={args.loss_type!r} is not known here; use one of {', '.join((*LOSS_TYPES, 'cispo'))}")
-    batch = args.per_device_train_batch_size*args.steps_per_generation
-    if args.world_size > 1 and batch % args.num_generations:
-        raise ValueError(f"each process makes {batch} rollouts, which does not hold whole groups of num_generations={args.num_generations}: "
-                         "set per_device_train_batch_size (times steps_per_generation) to a multiple of it")
+    batch, reads_groups = args.per_device_train_batch_size*args.steps_per_generation, {"rewards", "advantages", "select"} & set(changed_stages(method))
+    if args.world_size > 1 and batch % args.num_generations and reads_groups:
+        raise ValueError(f"{method.name} changes the stage {sorted(reads_groups)[0]!r}, which sees whole groups, and each process makes {batch} rollouts in groups of "
+                         f"num_generations={args.num_generations}: set per_device_train_batch_size (times steps_per_generation) to a multiple of it")
+    if args.scale_rewards == "batch": raise ValueError("scale_rewards='batch' mixes groups: use 'group' or 'none', or write it as the `advantages` stage of a Method")
     if args.pad_to_multiple_of: raise ValueError("pad_to_multiple_of would pad the rollouts a second time: leave it unset")
 
 def fitting(policy,           # `Policy`
@@ -151,7 +152,7 @@ class Trainer(GRPOTrainer):
                  reward_funcs=None,        # TRL reward functions instead of the world's verifier
                  callbacks=(), **kwargs):
         self.policy, self.world, self.method = policy, world, method or Method()
-        _check_settings(args)
+        _check_settings(args, self.method)
         for name, value in self.method.training.items():
             if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}")
         if self.method.training.get("shuffle_dataset") is False: args.shuffle_dataset = False
@@ -213,8 +214,7 @@ class Trainer(GRPOTrainer):
         if not self.model.training: return out
         rollouts, mask = self.rollouts, out["completion_mask"]*out["tool_mask"]
         rollouts.rewards = self.method.rewards(rollouts, rollouts.rewards)
-        advantages = group_advantages(rollouts.rewards, rollouts.group, scale=self.scale_rewards == "group")
-        advantages = self.method.advantages(rollouts, to_tokens(advantages, rollouts.completion_mask))
+        advantages = self.method.advantages(rollouts, to_tokens(self._group_advantages(rollouts), rollouts.completion_mask))
         chosen = self.method.select(rollouts, advantages, mask)
         _check_stage("advantages", advantages, mask); _check_stage("select", chosen, mask)
         out["advantages"], out["tool_mask"], out["rollout_idx"] = advantages.detach(), chosen, torch.arange(len(mask), device=mask.device)
@@ -224,6 +224,14 @@ class Trainer(GRPOTrainer):
             out = self._drop_unselected(out, chosen, mask)
         self.log_metric("sampled_tokens", self.n_sampled)
         return out
+
+    def _group_advantages(self, rollouts):
+        "The baseline is taken over whole groups, also where a group is spread over processes."
+        scale = self.scale_rewards == "group"
+        if self.accelerator.num_processes == 1: return group_advantages(rollouts.rewards, rollouts.group, scale=scale)
+        rewards, n = self.accelerator.gather(rollouts.rewards), len(rollouts)
+        first = self.accelerator.process_index*n
+        return group_advantages(rewards, torch.arange(len(rewards), device=rewards.device)//self.num_generations, scale=scale)[first:first + n]
 
     def _drop_unselected(self, out, chosen, mask):
         "Rows and last columns that no longer enter the update are not computed; a batch that is split over several updates keeps its rows."
