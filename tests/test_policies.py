@@ -65,6 +65,7 @@ def test_shipped_policies_are_what_their_recipes_say(name):
 
 @slow
 @pytest.mark.slow
+@pytest.mark.timeout(3000) # 2.5 minutes on two idle cores, ten on busy ones
 def test_rebuilt_chain_habits_meets_the_same_gate(cache):
     policy = load_policy("chain-habits", device="cpu", rebuild=True)
     check_chain_gate(policy, 128, 8, {3: .08, 6: .05, 8: .04})
