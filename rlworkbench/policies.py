@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PAD', 'BOS', 'EOS', 'SPECIALS', 'CHAT_TEMPLATE', 'RECIPE_FORMAT', 'MANIFEST', 'RECIPES', 'build_tokenizer',
            'tiny_model', 'seeded', 'rate_factor', 'token_ids', 'sft_batch', 'encode_prompt', 'sft', 'Stage', 'Recipe',
-           'Policy', 'demonstrations', 'train_recipe', 'cache_dir', 'checksum', 'damage', 'store', 'load_policy',
-           'shipped_dir', 'add_lora']
+           'Policy', 'quiet', 'demonstrations', 'train_recipe', 'cache_dir', 'checksum', 'damage', 'store',
+           'load_policy', 'shipped_dir', 'add_lora']
 
 # %% ../nbs/core/policies.ipynb #be5b07a9
 "Tiny policies made from a recipe, hub models by the same call: tokenizer, supervised fine-tuning, cache, LoRA."
@@ -256,21 +256,22 @@ class Policy:
     def save(self, folder:str|Path)->Path:
         "Write an ordinary model folder, which `load_policy` and every Hugging Face tool can read; of LoRA the adapter alone."
         folder = Path(folder)
-        with _quiet():
+        with quiet():
             adapter = dict(save_embedding_layers=False) if hasattr(self.model, "peft_config") else {} # else PEFT asks the hub about the base
             self.model.save_pretrained(folder, **adapter)
             self.tokenizer.save_pretrained(folder)
         return folder
 
 @contextlib.contextmanager
-def _quiet():
-    "No bars for loading a megabyte."
+def quiet():
+    "No bars and no remarks of transformers while a small model is read or written; errors still show."
     from transformers.utils import logging
-    was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar(); logging.set_verbosity_error()
     try: yield
     finally:
-        if was: logging.enable_progress_bar()
+        logging.set_verbosity(level)
+        if bars: logging.enable_progress_bar()
 
 # %% ../nbs/core/policies.ipynb #c7448872
 def demonstrations(world:World,
@@ -422,7 +423,7 @@ def _read_folder(source, dtype, recipe:Recipe|None=None)->Policy:
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"policy {name!r} is no recipe (known: {', '.join(RECIPES)}), no folder, and no hub id of the form owner/name")
     try:
-        with _quiet() if folder.is_dir() else contextlib.nullcontext():
+        with quiet() if folder.is_dir() else contextlib.nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(source)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except OSError as e:

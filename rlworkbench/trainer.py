@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from .advantages import group_advantages, to_tokens
 from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_loss, kl_estimate, masked_mean
 from .method import Method, Step, changed_stages
-from .policies import encode_prompt
+from .policies import encode_prompt, quiet
 from .rollouts import Rollouts, TorchSampler
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")   # `rollout_func` is the seam this module stands on
@@ -294,7 +294,7 @@ class Trainer(GRPOTrainer):
 
     # ---- checkpoints
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
+        with quiet(): super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial))/f"checkpoint-{self.state.global_step}"
         between = self._step % (self.args.steps_per_generation*self.num_iterations) != 0    # inside a batch that is used again
         state = dict(method=self.method.name, state=self.method.state_dict(), step=self._step, n_sampled=self.n_sampled,
