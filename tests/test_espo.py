@@ -8,9 +8,9 @@ from rlworkbench.experiment import describe
 from rlworkbench.method import Compose, Method
 from rlworkbench.methods.espo import ESPO, PATIENCE, RateController, RegretStatistics, StopMonitor, WarmUp, cumulative_regret, normalised_regret, pressure, regret, stop_index
 from rlworkbench.policies import Recipe, Stage, train_recipe
-from rlworkbench.rollouts import Rollouts, Stop, TorchSampler
+from rlworkbench.rollouts import Stop, TorchSampler
 from rlworkbench.toolbox.critics import PPO, ValueHead
-from rlworkbench.toolbox.cutting import RetroactiveSampler, cut_rollouts, random_stops, shadow
+from rlworkbench.toolbox.cutting import cut_rollouts, shadow
 from rlworkbench.trainer import Trainer, training_config
 from rlworkbench.worlds.base import make_world
 
@@ -246,28 +246,7 @@ def test_i9_the_tail_is_in_no_count(weights, tmp_path, retroactive):
     assert (statistics.mean, statistics.var) == (espo.monitor.statistics.mean, espo.monitor.statistics.var)
 
 
-def test_cut_rollouts_leaves_other_rows_alone():
-    ones = torch.ones(3, 4, dtype=torch.long); mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-    r = Rollouts(ones[:, :1], ones[:, :1], torch.arange(12).view(3, 4) + 5, mask, mask, -torch.ones(3, 4)*mask, torch.arange(3), torch.zeros(3), torch.tensor([1, 0, 0]),
-                 completions=["a", "b", "c"], extras=dict(hidden=torch.ones(3, 4, 2), note=["x", "y", "z"]))
-    cut = cut_rollouts(r, torch.tensor([0, -1, 2]), pad_id=9)
-    assert cut.completion_ids.tolist() == [[5, 9, 9], [9, 10, 9], [13, 14, 15]]
-    assert cut.lengths.tolist() == [1, 2, 3] and cut.stop.tolist() == [int(Stop.CUT), 0, int(Stop.CUT)]
-    assert cut.completions == ["", "b", ""] and cut.extras["note"] == ["x", "y", "z"] and cut.extras["full_lengths"].tolist() == [4, 2, 3]
-    assert cut.extras["hidden"].sum((1, 2)).tolist() == [2., 4., 6.]
-    assert r.lengths.tolist() == [4, 2, 3]                                # the record that came in is as it was
-
-
 # ---------------------------------------------------------------- placebo, probe, state
-def test_random_stops_keep_their_rate_and_are_uniform():
-    torch.manual_seed(0)
-    t = random_stops(torch.rand(40000, 2), torch.full((40000,), 10), .3)
-    share = torch.bincount(t[t >= 0], minlength=10)/40000
-    assert (share - .03).abs().max() < .005 and len(share) == 10
-    assert (random_stops(torch.rand(9, 2), torch.full((9,), 10), 0.) == -1).all()
-    assert (random_stops(torch.rand(999, 2), torch.full((999,), 1), 1.) == 0).all()
-
-
 def test_random_arm_stops_at_its_rate(weights, tmp_path):
     espo, rates = armed(ESPO(signal="random", tau=.5)), []
     class Ear(Method):

@@ -7,7 +7,7 @@ __all__ = ['SIGNALS', 'PATIENCE', 'regret', 'normalised_regret', 'cumulative_reg
            'RegretStatistics', 'RateController', 'WarmUp', 'StopMonitor', 'controller_for', 'wanted_rate', 'measure',
            'ESPO']
 
-# %% ../../nbs/07_espo.ipynb #574421e0
+# %% ../../nbs/07_espo.ipynb #b277d9f6
 import math
 from dataclasses import dataclass
 import torch
@@ -164,7 +164,7 @@ class StopMonitor(Monitor):
         for part in ("statistics", "controller", "warmup"): vars(getattr(self, part)).update(state[part])
         self.lengths = state["lengths"]
 
-# %% ../../nbs/07_espo.ipynb #05f2ada2
+# %% ../../nbs/07_espo.ipynb #7fadcc5d
 PATIENCE = dict(both=dict(level=3.), regret=dict(level=3.),            # start of β; paper: 7 with "both"
                 value=dict(level=None, eta=.1, low=-2., high=2.),    # None: set from the last warm-up batch, see `level_for`
                 random=dict(level=.75, eta=.1, low=0., high=1.))     # all [inferred]
