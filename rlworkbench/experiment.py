@@ -4,7 +4,7 @@
 
 # %% ../nbs/core/experiment.ipynb #acc0e24b
 from __future__ import annotations
-import hashlib, importlib, json, math, os, platform, random, shutil, sys, time
+import hashlib, importlib, inspect, json, math, os, platform, random, shutil, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,7 +153,7 @@ class Experiment:
     "Arms × seeds on one world at equal budget. `run()` does what is not yet stored below `out`, and resumes what was interrupted."
     def __init__(self, chapter:str,          # for example "07_espo": name of the folder below `out`
                  world, policy,              # world; policy name (see `load_policy`) or a function that makes a fresh `Policy`
-                 arms:dict,                  # name → function that makes a `Method`; the first arm is the baseline
+                 arms:dict,                  # name → function that makes a `Method` (of nothing, or of the seed); the first arm is the baseline
                  seeds,                      # whole numbers
                  *, rollout_batches:int=40, num_problems:int=16, num_generations:int=8, learning_rate:float=1e-4,
                  max_completion_length:int=96, budget:tuple|None=None, # ("tokens", n) instead of a number of batches
@@ -173,12 +173,22 @@ class Experiment:
         self.folder = writable_folder(Path(out)/chapter)
     @property
     def baseline(self): return next(iter(self.arms))
+    def method(self, arm, seed)->Method:
+        "A fresh method for this run. A control that copies another arm's behaviour takes the seed, and reads that arm's run with `stored`."
+        make = self.arms[arm]
+        return make(seed) if not isinstance(make, type) and any(p.default is p.empty for p in inspect.signature(make).parameters.values()) else make()
+    def run_folder(self, arm, seed)->Path: return self.folder/f"{arm}-{seed}".replace("/", "_").replace(" ", "_")
+    def stored(self, arm, seed)->dict:
+        "The finished run of an arm that comes earlier. LookupError where there is none yet."
+        path = self.run_folder(arm, seed)/"run.json"
+        if not path.exists(): raise LookupError(f"the arm {arm!r} with seed {seed} has not run yet: name it before the arms that read it")
+        return json.loads(path.read_text(encoding="utf-8"))
     def _identity(self, arm, seed):
         "What must be equal for a stored run to count as this one."
         return dict(arm=arm, seed=seed, world=self.world.name, dials={k: repr(v) for k, v in sorted(self.world.dials.items())}, policy=self.policy_name, rollout_batches=self.rollout_batches,
                     num_problems=self.num_problems, num_generations=self.num_generations, learning_rate=self.learning_rate, max_completion_length=self.max_completion_length,
                     budget=list(self.budget), eval_problems=len(self.test_problems), eval_samples=self.eval_samples, eval_every=self.eval_every,
-                    settings={k: repr(v) for k, v in sorted(self.settings.items())}, method=describe(self.arms[arm]()), module=self.module and module_hash(self.module))
+                    settings={k: repr(v) for k, v in sorted(self.settings.items())}, method=describe(self.method(arm, seed)), module=self.module and module_hash(self.module))
 
     def start(self)->Evaluation:
         "The policy before any training, on the test problems."
@@ -187,7 +197,7 @@ class Experiment:
         return self._start
 
     def _one(self, arm, seed, bar):
-        folder = self.folder/f"{arm}-{seed}".replace("/", "_").replace(" ", "_")
+        folder = self.run_folder(arm, seed)
         identity, done = self._identity(arm, seed), folder/"run.json"
         if done.exists():
             stored = json.loads(done.read_text(encoding="utf-8"))
@@ -197,7 +207,7 @@ class Experiment:
         if folder.exists() and (not mark.exists() or json.loads(mark.read_text(encoding="utf-8")) != identity):
             shutil.rmtree(folder)                       # other settings: a run of its own
         folder.mkdir(parents=True, exist_ok=True); write_json(mark, identity)
-        began, method, policy, start = time.time(), self.arms[arm](), self.make_policy(), self.start()
+        began, method, policy, start = time.time(), self.method(arm, seed), self.make_policy(), self.start()
         problems = self.world.problems(self.rollout_batches*self.num_problems, seed=seed, split="train")
         per_batch = method.training.get("num_iterations", self.settings.get("num_iterations", 1))
         args = training_config(folder, num_problems=self.num_problems, num_generations=self.num_generations, updates=self.rollout_batches*per_batch, seed=seed,
@@ -232,10 +242,10 @@ class Experiment:
 
 # %% ../nbs/core/experiment.ipynb #0d24dc13
 def describe(method:Method)->dict:
-    "Name and scalar settings of a method, its parts included: what tells two arms apart."
+    "Name and plain settings of a method (numbers, text, lists), its parts included: what tells two arms apart."
     if hasattr(method, "methods"): return {"name": method.name, "parts": [describe(m) for m in method.methods]}
     return {"name": method.name, **{k: v if math.isfinite(v) else repr(v) for k, v in sorted(vars(method).items()) if isinstance(v, (int, float)) and not k.startswith("_")},
-            **{k: v for k, v in sorted(vars(method).items()) if isinstance(v, str) and not k.startswith("_")}}
+            **{k: v for k, v in sorted(vars(method).items()) if (isinstance(v, str) or isinstance(v, list) and v) and not k.startswith("_")}}
 
 # %% ../nbs/core/experiment.ipynb #3a4a3238
 class Results:
