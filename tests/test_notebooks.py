@@ -1,5 +1,5 @@
 "Every notebook runs at `smoke` scale, headless, from a folder that is not its own and has an awkward name."
-import json, re, time
+import json, re, subprocess, sys, time
 
 import pytest
 
@@ -35,6 +35,18 @@ def test_notebook_runs_at_smoke_scale(path, tmp_path, record_property):
     assert outcome.package == str(ROOT / "rlworkbench/__init__.py")              # n7: one copy of the package
     cells = json.loads((folder / path.name).read_text(encoding="utf-8"))["cells"]
     assert panels_without_a_still(cells) == []
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("output", [["my out/07 espo.ipynb"], []], ids=["a path with spaces", "no output path"])
+def test_espo_runs_by_the_papermill_command_from_another_folder(output, tmp_path):
+    (tmp_path/"my out").mkdir()
+    command = [sys.executable, "-m", "papermill", str(ROOT/"nbs"/"07_espo.ipynb"), *output, "-p", "scale", "smoke", "-p", "seed", "3", "--no-progress-bar"]
+    run = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    cells = json.loads((tmp_path/output[0]).read_text(encoding="utf-8") if output else run.stdout)["cells"]    # without a path papermill prints the notebook
+    assert not any(o["output_type"] == "error" for c in cells for o in c.get("outputs", []))
+    found = json.loads((tmp_path/"runs"/"07_espo.json").read_text(encoding="utf-8"))
+    assert found["seeds"] == [3] and found["scale"] == "smoke" and list(found["arms"]) == ["PPO", "ESPO"]
 
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem in CHAPTER_KEYS], ids=lambda p: p.stem)
 def test_chapter_has_the_four_parameters_first(path):
