@@ -186,6 +186,17 @@ def test_a9_first_loss_is_zero_and_its_gradient_is_not(policy, tmp_path):
     _, loss, grads = gradients(ours(policy, config(tmp_path, loss_type="grpo"), reward_funcs=[alternate]))
     assert abs(loss) < 1e-6 and sum(g.norm() for g in grads.values()) > 1e-2
 
+# ---------------------------------------------------------------- adapters
+def test_with_lora_the_adapter_alone_is_trained_and_the_reference_is_the_policy_without_it(folder, tmp_path):
+    policy = load_policy(folder, lora=4)
+    base = {n: p.clone() for n, p in policy.model.named_parameters() if "lora_" not in n}
+    trainer = ours(policy, config(tmp_path, beta=.1, updates=3)); trainer.train()
+    now = dict(policy.model.named_parameters())
+    assert all(torch.equal(now[n], p) for n, p in base.items())
+    assert max(p.abs().max() for n, p in now.items() if "lora_B" in n) > 1e-3
+    kl = [e["kl"] for e in trainer.state.log_history if "loss" in e]
+    assert abs(kl[0]) < 1e-6 and kl[-1] > 1e-6                     # the policy starts as its own reference
+
 # ---------------------------------------------------------------- order, seeds, resume
 def order(trainer):
     seen = []
