@@ -177,6 +177,15 @@ def test_i7_statistics(weights):
     assert monitor.mean == before[0]                                      # and what moves meanwhile is not seen
 
 
+def test_i7_patience_and_arming_are_frozen_too():
+    monitor = make_monitor(5.); monitor.start(1)
+    monitor.controller.level, monitor.warmup.armed = -99., False          # moved while the batch is written
+    logits, tokens, values = torch.zeros(1, 3), torch.tensor([0]), torch.zeros(1)
+    assert not monitor.update(torch.arange(1), 0, logits, tokens, values).any()
+    monitor.warmup.armed = True; monitor.start(1); monitor.warmup.armed = False
+    assert monitor.update(torch.arange(1), 0, logits, tokens, values).all()   # heard at the start of the next one
+
+
 @pytest.mark.parametrize("losses,total,at", (([.6, .4, .45, .49], 100, 4), ([2., 1.95, 1.93, 1.92], 100, 4), ([.6, .4, .8, .4, .45, .49], 100, 6),
                                              ([3., 2., 3., 2.], 40, 4), ([float("nan")]*9, 60, 6)))
 def test_i10_warm_up(losses, total, at):
@@ -185,6 +194,18 @@ def test_i10_warm_up(losses, total, at):
         assert w.armed == (n > at)
         w.update(loss, total)
     assert w.armed
+
+
+def test_i10_a_run_waits_for_its_critic_but_not_longer_than_a_tenth(weights, tmp_path):
+    espo = ESPO()
+    espo.monitor.warmup.loss_below = espo.monitor.warmup.change_below = -1.   # never settled
+    trainer = run(weights, tmp_path, Compose(PPO(), espo), updates=4)
+    assert espo._total == 2                                               # four updates, two on each batch: a tenth is one batch
+    assert espo.monitor.warmup.armed and espo.monitor.warmup.n_batches == 1
+    first = ESPO()
+    first.monitor.warmup.in_a_row, first.monitor.warmup.at_most = 99, 1.
+    trainer = run(weights, tmp_path/"waits", Compose(PPO(), first), updates=4)
+    assert first.monitor.warmup.n_batches == 2 and first.monitor.warmup.last == trainer.method[PPO].value_loss   # the loss of the newest batch
 
 
 def test_i10_armed_for_good():
@@ -210,6 +231,17 @@ def test_i8_online_equals_retroactive(weights, signal, level):
     assert torch.equal(again.extras["t_stop"][cut], after.extras["t_stop"][cut])
     for name in ("completion_ids", "completion_mask", "policy_mask", "stop"): assert torch.equal(getattr(again, name), getattr(after, name)), name
     torch.testing.assert_close(again.extras["z"], after.extras["z"], atol=1e-4, rtol=0)
+
+
+def test_i8_value_is_that_of_the_state_before_the_token(weights):
+    sampler, r = sample(weights, monitors=(make_monitor(level=math.inf),))
+    seen = torch.cat([r.prompt_mask, r.completion_mask], 1)
+    with torch.no_grad():
+        hidden = weights.model(torch.cat([r.prompt_ids, r.completion_ids], 1), attention_mask=seen, position_ids=(seen.cumsum(1) - 1).clamp_min(0), output_hidden_states=True).hidden_states[-1]
+        P, mask = r.prompt_ids.shape[1], r.completion_mask
+        before, after = (sampler.value_fn(h)*mask for h in (hidden[:, P-1:-1], hidden[:, P:]))
+    torch.testing.assert_close(r.extras["values"], before, atol=2e-4, rtol=0)
+    assert (r.extras["values"] - after).abs().max() > .02                 # one token late would be seen
 
 
 def test_an_answer_that_has_ended_is_not_cut(weights):
@@ -244,6 +276,31 @@ def test_i9_the_tail_is_in_no_count(weights, tmp_path, retroactive):
     statistics = RegretStatistics(.9, .5, 1.)
     for r, _ in heard: statistics.update(r.extras["regret"], r.policy_mask)
     assert (statistics.mean, statistics.var) == (espo.monitor.statistics.mean, espo.monitor.statistics.var)
+
+
+def test_i9_the_critic_and_the_advantages_see_kept_tokens_only(weights, tmp_path):
+    espo, seen = armed(ESPO(beta=.5, eta=0.)), []
+    espo.monitor.statistics = RegretStatistics(.9, .2, 1.)
+    class Ear(Method):
+        def prepare(self, run): self.critic = run.method[PPO]
+        def advantages(self, rollouts, advantages): seen.append((rollouts, advantages, self.critic.batch)); return advantages
+    run(weights, tmp_path, Compose(PPO(), espo, Ear()), updates=4, max_completion_length=16)
+    assert any((r.stop == Stop.CUT).any() for r, *_ in seen)
+    for r, advantages, (hidden, values, returns) in seen:
+        kept = r.completion_mask.bool()
+        assert len(hidden) == len(values) == len(returns) == kept.sum() == r.n_tokens
+        assert (advantages[~kept] == 0).all()
+        assert abs(advantages[kept].mean()) < 1e-5 and abs(advantages[kept].std() - 1) < 1e-4
+        at_end = torch.arange(kept.shape[1]) == r.lengths[:, None] - 1
+        torch.testing.assert_close(returns[at_end[kept]], r.rewards)      # no critic speaks for what lies behind the end, cut or not
+
+
+def test_only_stops_by_the_rule_count():
+    espo = armed(ESPO())
+    r = SimpleNamespace(stop=torch.tensor([Stop.CUT, Stop.CUT, Stop.LENGTH, Stop.EOS]), lengths=torch.tensor([3, 3, 4, 3]), extras=dict(t_stop=torch.tensor([2, -1, -1, 2])))
+    rewards = espo.rewards(r, torch.tensor([math.nan, 1., -1., 1.]))      # the second was stopped by another monitor, the last ended by itself on a token that the rule would have stopped
+    assert rewards.tolist() == [-1., 1., -1., 1.]
+    assert espo._batch[1].tolist() == [True, False, False, False]
 
 
 # ---------------------------------------------------------------- placebo, probe, state
