@@ -4,7 +4,7 @@
 
 # %% ../nbs/core/trainer.ipynb #4732028b
 from __future__ import annotations
-import dataclasses, os, warnings
+import os, warnings
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from .advantages import group_advantages, to_tokens
-from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_loss, kl_estimate, masked_mean
+from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_loss, kl_estimate, masked_mean, sequence_logps_ratio
 from .method import Method, Step, changed_stages
 from .policies import encode_prompt, quiet
 from .rollouts import Rollouts, TorchSampler
@@ -61,6 +61,8 @@ def training_config(out,                      # folder for checkpoints
 # %% ../nbs/core/trainer.ipynb #89eba98c
 STATE_FILE = "workbench.pt"
 
+def _state_path(folder, process): return Path(folder)/(STATE_FILE if process == 0 else f"{process}-{STATE_FILE}")
+
 def latest_checkpoint(folder)->Path|None: # None where there is none to resume from
     "The newest complete checkpoint below `folder`."
     found = [p for p in Path(folder).glob("checkpoint-*") if (p/STATE_FILE).exists() and p.name.split("-")[-1].isdigit()]
@@ -88,13 +90,21 @@ class _Stages(TrainerCallback):
 # %% ../nbs/core/trainer.ipynb #699801cf
 _UNKNOWN = dict(top_entropy_quantile=1., off_policy_mask_threshold=None, entropy_coef=0., use_adaptive_entropy=False,
                 multi_objective_aggregation="sum_then_normalize")
+_UNSAMPLED = dict(min_p=None, repetition_penalty=1., generation_kwargs=None, cache_implementation=None)   # our samplers do not read them
 
 def _check_settings(args, method):
     for name, plain in _UNKNOWN.items():
         if getattr(args, name, plain) != plain:
             raise ValueError(f"{name}={getattr(args, name)!r} reaches into the loss and is not one of the stages: leave it at {plain!r}, or write a Method for it")
+    for name, plain in _UNSAMPLED.items():
+        if getattr(args, name, plain) != plain:
+            raise ValueError(f"{name}={getattr(args, name)!r} is not read by the sampler: leave it at {plain!r}, or write a Method with a sampler that does")
     if args.loss_type not in (*LOSS_TYPES, "cispo"):
         raise ValueError(f"loss_type={args.loss_type!r} is not known here; use one of {', '.join((*LOSS_TYPES, 'cispo'))}")
+    if args.importance_sampling_level == "sequence" and (args.loss_type == "cispo" or args.delta is not None):
+        raise ValueError(f"importance_sampling_level='sequence' takes neither loss_type='cispo' nor delta (here: {args.loss_type!r}, {args.delta}): use 'token'")
+    if unknown := set(method.wants) - {"hidden"}: raise ValueError(f"{method.name}: wants={method.wants!r} knows only 'hidden', not {', '.join(sorted(unknown))}")
+    if args.save_total_limit == 1: raise ValueError("save_total_limit=1 deletes the last complete checkpoint before the new one is whole: use 2 or more")
     batch, reads_groups = args.per_device_train_batch_size*args.steps_per_generation, {"rewards", "advantages", "select"} & set(changed_stages(method))
     if args.world_size > 1 and batch % args.num_generations and reads_groups:
         raise ValueError(f"{method.name} changes the stage {sorted(reads_groups)[0]!r}, which sees whole groups, and each process makes {batch} rollouts in groups of "
@@ -123,7 +133,9 @@ def as_problems(data)->list: # of `Problem`
         if "prompt" not in data.column_names:
             raise ValueError(f"the dataset has no column `prompt`, only {', '.join(data.column_names)}: rename the one that holds the question")
         return [Problem(row["prompt"], row.get("answer", ""), {k: v for k, v in row.items() if k not in ("prompt", "answer")}) for row in data]
-    return list(data)
+    data = list(data)
+    if wrong := next((x for x in data if not hasattr(x, "prompt")), None): raise ValueError(f"problems must be a list of `Problem`s or a `Dataset`, got an item of type {type(wrong).__name__}: {str(wrong)[:60]}")
+    return data
 
 # %% ../nbs/core/trainer.ipynb #4b3e3996
 def _as_tokens(advantages, logps): return advantages[:, None].expand_as(logps) if advantages.dim() == 1 else advantages
@@ -137,7 +149,7 @@ def _crop(rollouts, columns):
     return Rollouts(**{**fields, "extras": {k: narrow(v) for k, v in rollouts.extras.items()}})
 
 def _check_stage(name, got, want):
-    if got.shape != want.shape: raise ValueError(f"the stage `{name}` gave shape {tuple(got.shape)}, (B, T) = {tuple(want.shape)} is needed")
+    if got.shape != want.shape: raise ValueError(f"the stage `{name}` gave shape {tuple(got.shape)}, {'(B, T)' if want.dim() == 2 else '(B,)'} = {tuple(want.shape)} is needed")
 
 # %% ../nbs/core/trainer.ipynb #e5d1ec01
 class Trainer(GRPOTrainer):
@@ -152,18 +164,22 @@ class Trainer(GRPOTrainer):
                  reward_funcs=None,        # TRL reward functions instead of the world's verifier
                  callbacks=(), **kwargs):
         self.policy, self.world, self.method = policy, world, method or Method()
+        if args is None: raise ValueError("args is missing: make the settings with training_config(out, …)")
+        if kwargs.get("eval_dataset") is not None: raise ValueError("eval_dataset is not used here: judge a policy with `rlworkbench.experiment.evaluate`, which leaves the run as it was")
         _check_settings(args, self.method)
         for name, value in self.method.training.items():
             if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}")
-        if self.method.training.get("shuffle_dataset") is False: args.shuffle_dataset = False
         self.problems, self.n_sampled, self.rollouts, self.verified, self._hidden = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None, None
         self.args, self.sampler = args, None
         self.method.prepare(self)
         self.problems = list(self.method.curriculum(self.problems))
+        needed = args.generation_batch_size//args.num_generations
+        if len(self.problems) < needed: raise ValueError(f"{len(self.problems)} problems do not fill one batch of {needed}, so nothing would be trained: give more problems, or lower num_problems")
         data = Dataset.from_list([{"prompt": p.prompt, "problem_idx": i} for i, p in enumerate(self.problems)])
         if reward_funcs is None: reward_funcs = [self.verify]
         super().__init__(model=policy.model, reward_funcs=reward_funcs, args=args, train_dataset=data, processing_class=policy.tokenizer,
                          rollout_func=lambda prompts, trainer: trainer.roll_out(prompts), callbacks=[_Stages(self), *callbacks], **kwargs)
+        if self.aux_loss_enabled: raise ValueError("the router loss of a mixture of experts is not one of the stages: set router_aux_loss_coef=0, or write a Method for it")
         for noisy in (PrinterCallback, ProgressCallback): self.remove_callback(noisy)
         model = self.accelerator.unwrap_model(self.model)
         self.sampler = self.method.sampler(TorchSampler(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
@@ -171,7 +187,7 @@ class Trainer(GRPOTrainer):
         if "hidden" in self.method.wants: self._decoder(model).register_forward_hook(self._keep_hidden)
 
     # ---- rollouts and rewards
-    def log_metric(self, name, value): self._metrics["train" if self.model.training else "eval"][name].append(float(value))
+    def log_metric(self, name, value): self._metrics["train"][name].append(float(value))
 
     def verify(self, prompts, completions, problem_idx, **kwargs):
         "TRL reward function: the world's verdict on each completion."
@@ -184,11 +200,10 @@ class Trainer(GRPOTrainer):
 
     def roll_out(self, prompts):
         "Sample one completion a prompt, keep the record as `rollouts`, and give TRL its lists."
-        group_size = self.num_generations if self.model.training else self.num_generations_eval
-        rollouts = self.sampler.sample([self.policy.encode(p) for p in prompts], group=torch.arange(len(prompts))//group_size)
+        rollouts = self.sampler.sample([self.policy.encode(p) for p in prompts], group=torch.arange(len(prompts))//self.num_generations)
         rollouts.problems = [self.problems[x["problem_idx"]] for x in self._batch]
         self.rollouts = rollouts
-        if self.model.training: self.n_sampled += rollouts.n_tokens
+        self.n_sampled += int(self.accelerator.reduce(torch.tensor(rollouts.n_tokens, device=self.accelerator.device)))   # of all processes
         n, pad = rollouts.completion_mask.sum(1).tolist(), (~rollouts.prompt_mask.bool()).sum(1).tolist()
         out = {"prompt_ids": [row[p:] for row, p in zip(rollouts.prompt_ids.tolist(), pad)]}
         for key, rows in (("completion_ids", rollouts.completion_ids), ("logprobs", rollouts.logps), ("env_mask", rollouts.policy_mask)):
@@ -203,25 +218,22 @@ class Trainer(GRPOTrainer):
             raise ValueError(f"no completion of this batch got a reward: {', '.join(self.reward_func_names)} returned None or NaN for every row; "
                              "check `reward_funcs` (or the answers of the world's problems)")
         first = self.accelerator.process_index*len(prompts)
-        self.rollouts.rewards = self.verified = rewards[first:first + len(prompts)]
-        self.log_metric("unscored_frac", self.rollouts.rewards.isnan().float().mean())
+        self.verified = rewards[first:first + len(prompts)]
+        self.rollouts.rewards = self.verified.clone()
+        self.log_metric("unscored_frac", rewards.isnan().float().mean())
         return per_function
 
     # ---- advantages and selection
     def _generate_and_score_completions(self, inputs):
         self._batch = inputs
         out = super()._generate_and_score_completions(inputs)
-        if not self.model.training: return out
         rollouts, mask = self.rollouts, out["completion_mask"]*out["tool_mask"]
         rollouts.rewards = self.method.rewards(rollouts, rollouts.rewards)
+        _check_stage("rewards", rollouts.rewards, self.verified)
         advantages = self.method.advantages(rollouts, to_tokens(self._group_advantages(rollouts), rollouts.completion_mask))
-        chosen = self.method.select(rollouts, advantages, mask)
-        _check_stage("advantages", advantages, mask); _check_stage("select", chosen, mask)
-        out["advantages"], out["tool_mask"], out["rollout_idx"] = advantages.detach(), chosen, torch.arange(len(mask), device=mask.device)
-        if chosen is not mask:
-            self.log_metric("selected_frac", chosen.sum()/mask.sum().clamp(min=1))
-            out["num_items_in_batch"] = self.accelerator.gather(chosen.sum()).sum()
-            out = self._drop_unselected(out, chosen, mask)
+        _check_stage("advantages", advantages, mask)
+        out["advantages"], out["rollout_idx"] = advantages.detach(), torch.arange(len(mask), device=mask.device)
+        if "select" in changed_stages(self.method): out = self._select(out, rollouts, advantages, mask)   # by class, not by outcome: all processes must gather, or none
         self.log_metric("sampled_tokens", self.n_sampled)
         return out
 
@@ -232,6 +244,16 @@ class Trainer(GRPOTrainer):
         rewards, n = self.accelerator.gather(rollouts.rewards), len(rollouts)
         first = self.accelerator.process_index*n
         return group_advantages(rewards, torch.arange(len(rewards), device=rewards.device)//self.num_generations, scale=scale)[first:first + n]
+
+    def _select(self, out, rollouts, advantages, mask):
+        chosen = self.method.select(rollouts, advantages, mask.clone())
+        _check_stage("select", chosen, mask)
+        chosen = chosen.to(mask.dtype)
+        if (chosen > mask).any(): raise ValueError("the stage `select` chose tokens that are not trained: it may only take away from `mask`")
+        self.log_metric("selected_frac", chosen.sum()/mask.sum().clamp(min=1))
+        out["tool_mask"], out["num_items_in_batch"] = chosen, self.accelerator.gather(chosen.sum()).sum()
+        out["n_rows"] = (chosen.any(1) | ~mask.any(1)).sum()   # rows that count where the loss is a mean over rows: as many, whether the others are computed or not
+        return self._drop_unselected(out, chosen, mask)
 
     def _drop_unselected(self, out, chosen, mask):
         "Rows and last columns that no longer enter the update are not computed; a batch that is split over several updates keeps its rows."
@@ -253,11 +275,15 @@ class Trainer(GRPOTrainer):
         T = inputs["completion_ids"].shape[1]
         logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, seen, T, compute_entropy=True)
         hidden, self._hidden = self._hidden, None
-        rollouts = _crop(self.rollouts.take(inputs["rollout_idx"]), T) if "rollout_idx" in inputs else None
+        rollouts = _crop(self.rollouts.take(inputs["rollout_idx"]), T)
         old = inputs.get("old_per_token_logps")
         return Step(rollouts, logps, logps.detach() if old is None else old, inputs.get("ref_per_token_logps"), entropies.detach(),
                     inputs["completion_mask"]*inputs["tool_mask"], _as_tokens(inputs["advantages"], logps),
                     None if hidden is None else hidden[:, -T-1:-1], self)
+
+    def _ratio(self, step): # (B,T) or (B,1)
+        if self.importance_sampling_level == "sequence": return sequence_logps_ratio(step.logps, step.old_logps, step.mask)
+        return (step.logps - step.old_logps).exp()
 
     def _surrogate(self, step):
         clip = dict(epsilon=self.epsilon_low, epsilon_high=self.epsilon_high)
@@ -271,15 +297,17 @@ class Trainer(GRPOTrainer):
         if "importance_sampling_ratio" in inputs: loss = loss*inputs["importance_sampling_ratio"]
         if self.beta:
             kl, n_clamped = kl_estimate(step.logps, step.ref_logps, mask=step.mask)
-            if self.args.use_bias_correction_kl:   # the rollouts are the old policy's: weigh each token's estimate by the ratio
-                kl = kl*(step.logps - step.old_logps).exp()
+            if self.args.use_bias_correction_kl: kl = kl*self._ratio(step)   # the rollouts are the old policy's
             loss = loss + self.beta*kl
             self.log_metric("kl", masked_mean(kl.detach(), step.mask)); self.log_metric("kl/clamped_tokens", n_clamped)
         loss = self.method.token_loss(step, loss)
-        parts = self.current_gradient_accumulation_steps if self.model.training else 1
+        _check_stage("token_loss", loss, step.mask)
+        parts = self.current_gradient_accumulation_steps
         how, denominator = LOSS_TYPES.get(self.loss_type, "token_mean"), None
         if self.loss_type in ("dapo", "cispo"):   # one denominator for the whole window, so that long slices weigh more
             denominator = inputs["num_items_in_batch"].clamp(min=1.)/self.accelerator.num_processes*parts/self.args.steps_per_generation
+        elif "n_rows" in inputs and how != "token_mean":
+            denominator = inputs["n_rows"]*parts/self.args.steps_per_generation*(self.max_completion_length if how == "fixed_length" else 1)
         total = aggregate(loss, step.mask, how, max_length=self.max_completion_length, denominator=denominator)
         if denominator is None: total = total/parts
         extra = self.method.auxiliary_loss(step)
@@ -287,7 +315,7 @@ class Trainer(GRPOTrainer):
             self.log_metric("auxiliary_loss", extra.detach())
             total = total + extra/parts
         self.log_metric("entropy", masked_mean(step.entropies, step.mask))
-        ratio = (step.logps.detach() - step.old_logps).exp()
+        ratio = self._ratio(step).detach()
         clipped = ((ratio < 1 - self.epsilon_low) & (step.advantages < 0)) | ((ratio > 1 + self.epsilon_high) & (step.advantages > 0))
         self.log_metric("clip_ratio/region_mean", masked_mean(clipped.float(), step.mask))
         return total
@@ -299,14 +327,17 @@ class Trainer(GRPOTrainer):
         between = self._step % (self.args.steps_per_generation*self.num_iterations) != 0    # inside a batch that is used again
         state = dict(method=self.method.name, state=self.method.state_dict(), step=self._step, n_sampled=self.n_sampled,
                      buffer=self._buffered_inputs if between else None, rollouts=self.rollouts.state_dict() if between else None)
-        torch.save(state, folder/(STATE_FILE + ".tmp"))
-        os.replace(folder/(STATE_FILE + ".tmp"), folder/STATE_FILE)
+        path = _state_path(folder, self.accelerator.process_index)
+        if self.accelerator.process_index == 0: self.accelerator.wait_for_everyone()    # its file says that the checkpoint is complete
+        torch.save(state, path.with_name(path.name + ".tmp"))
+        os.replace(path.with_name(path.name + ".tmp"), path)
+        if self.accelerator.process_index != 0: self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None: return
-        path = Path(checkpoint)/STATE_FILE
-        if not path.exists(): raise FileNotFoundError(f"{checkpoint} is no complete checkpoint of this trainer: {STATE_FILE} is missing")
+        path = _state_path(checkpoint, self.accelerator.process_index)
+        if not path.exists(): raise FileNotFoundError(f"{checkpoint} is no complete checkpoint of this trainer on {self.accelerator.num_processes} processes: {path.name} is missing")
         state = torch.load(path, weights_only=False)
         if state["method"] != self.method.name:
             raise ValueError(f"{checkpoint} is a checkpoint of the method {state['method']!r}, this run trains {self.method.name!r}: resume with that method, or choose another output folder (`out`)")
