@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .losses import entropy as entropy_of, token_logps
 from .rollouts import Rollouts, pad_left, split_head
 
 # %% ../nbs/core/scoring.ipynb #31ef2c9a
@@ -27,9 +28,9 @@ def token_scores(head,           # (n,H) -> logits (n,V)
                 )->tuple:        # logps (N,), entropies (N,) or None; of the tempered distribution
     "Log-probability of each token, and the entropy of the distribution it is judged by."
     def some(hidden, tokens):
-        logps = (head(hidden) / temperature).log_softmax(-1)
-        chosen = logps.gather(1, tokens[:, None])[:, 0]
-        return chosen, -(logps.exp() * logps).sum(-1) if entropy else chosen.new_zeros(0)
+        logits = head(hidden) / temperature
+        chosen = token_logps(logits, tokens)
+        return chosen, entropy_of(logits) if entropy else chosen.new_zeros(0)
     if chunk is None: chunk = max(1, 2**24 // _width(head, hidden))
     parts = list(zip(hidden.split(chunk), tokens.split(chunk)))
     again = torch.is_grad_enabled() and len(parts) > 1
