@@ -4,20 +4,19 @@
 
 # %% ../nbs/core/experiment.ipynb #acc0e24b
 from __future__ import annotations
-import hashlib, importlib, inspect, json, math, os, platform, random, shutil, sys, time
-from dataclasses import dataclass, field
+import hashlib, importlib, inspect, json, math, os, platform, shutil, sys, time, warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
-from .advantages import group_advantages
 from .method import Method
-from .policies import Policy, load_policy
+from .policies import Policy, Recipe, load_policy, seeded
 from .rollouts import TorchSampler
-from .stats import auc, decide, nanmean, paired_interval, ratio_interval, seed_interval, tokens_to_target
-from .trainer import Trainer, latest_checkpoint, training_config
+from .stats import decide, nanmean, paired_interval, ratio_interval
+from .trainer import Trainer, check_sizes, latest_checkpoint, training_config
 
 # %% auto #0
 __all__ = ['SCALES', 'by_scale', 'Evaluation', 'evaluate', 'Gate', 'start_gate', 'print_gates', 'write_json', 'writable_folder',
@@ -51,26 +50,25 @@ class Evaluation:
         "(problems,) share of right completions; partial credit is not right. NaN where none could be judged."
         return nanmean(np.where(np.isnan(self.correct), np.nan, self.correct >= 1), axis=1)
     @property
-    def mixed_frac(self): "Share of problems with both right and wrong completions."; return float(np.mean((self.per_problem > 0) & (self.per_problem < 1)))
+    def mixed_frac(self):
+        "Share of problems with both right and wrong completions, among those that could be judged."
+        p = self.per_problem
+        return nanmean(np.where(np.isnan(p), np.nan, (p > 0) & (p < 1)))
     def __repr__(self): return f"accuracy {self.accuracy:.3f}, mixed groups {self.mixed_frac:.2f}, {np.mean(self.lengths):.1f} tokens a completion ({self.correct.shape[0]} problems × {self.correct.shape[1]})"
 
 def evaluate(policy:Policy, world, problems:list, *, samples:int=8, max_completion_length:int=96, temperature:float=1., seed:int=12345,
              batch_size:int=1024,  # rollouts at a time
             )->Evaluation:
     "Sample `samples` completions of each problem and let the world judge them. The global generators are left as they were."
-    start, cpu_state, cuda_states = time.time(), torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    sampler = TorchSampler(policy.model, policy.tokenizer, max_completion_length, temperature=temperature)
+    start, sampler = time.time(), TorchSampler(policy.model, policy.tokenizer, max_completion_length, temperature=temperature)
     rows = [i for i in range(len(problems)) for _ in range(samples)]
-    texts, lengths = [], []
-    try:
-        torch.manual_seed(seed)
+    texts, lengths, shortened = [], [], []
+    with seeded(seed):
         for k in range(0, len(rows), batch_size):
             part = sampler.sample([policy.encode(problems[i].prompt) for i in rows[k:k + batch_size]])
-            texts += part.completions; lengths += part.lengths.tolist()
-    finally:
-        torch.set_rng_state(cpu_state)
-        if cuda_states: torch.cuda.set_rng_state_all(cuda_states)
-    scores = [world.verify(problems[i], t) for i, t in zip(rows, texts)]
+            texts += part.completions; lengths += part.lengths.tolist(); shortened += part.extras["shortened"].tolist()
+        scores = [world.verify(problems[i], t) for i, t in zip(rows, texts)]
+    if any(shortened): warnings.warn(f"{sum(shortened)//samples} of {len(problems)} prompts lost their beginning: with max_completion_length={max_completion_length} they exceed the context of {policy.context} tokens")
     correct = np.array([math.nan if s is None else s for s in scores], dtype=float).reshape(-1, samples)
     return Evaluation(correct, np.array(lengths).reshape(-1, samples), texts, time.time() - start)
 
@@ -132,8 +130,8 @@ def machine()->dict:
 # %% ../nbs/core/experiment.ipynb #3fc09558
 class _Watch(TrainerCallback):
     "Evaluates between batches of rollouts, moves the progress bar, ends the run when the token budget is spent."
-    def __init__(self, experiment, trainer_box, evals, folder, bar, label):
-        self.e, self.box, self.evals, self.folder, self.bar, self.label = experiment, trainer_box, evals, folder, bar, label
+    def __init__(self, experiment, trainer_box, evals, folder, bar, label, began):
+        self.e, self.box, self.evals, self.folder, self.bar, self.label, self.began = experiment, trainer_box, evals, folder, bar, label, began
     def on_step_end(self, args, state, control, **kwargs):
         trainer, e = self.box[0], self.e
         per_batch = trainer.num_iterations*args.steps_per_generation//args.gradient_accumulation_steps
@@ -144,9 +142,14 @@ class _Watch(TrainerCallback):
         self.bar.set_postfix_str(f"{self.label} · batch {batch} · reward {nanmean(trainer.verified.tolist()):.2f} · {trainer.n_sampled/1000:.0f}k tokens")
         if batch % e.eval_every == 0 or batch == e.rollout_batches or spent:
             result = evaluate(trainer.policy, e.world, e.test_problems, samples=e.eval_samples, max_completion_length=e.max_completion_length)
-            self.evals[batch] = dict(batch=batch, update=state.global_step, tokens=trainer.n_sampled, accuracy=result.accuracy, length=float(result.lengths.mean()), per_problem=result.per_problem.tolist())
+            self.evals[batch] = _measured(result, batch, state.global_step, trainer.n_sampled)
             write_json(self.folder/"evals.json", list(self.evals.values()))
+            write_json(self.folder/"seconds.json", {"seconds": time.time() - self.began})
         if spent: control.should_training_stop = True
+        if spent or batch == e.rollout_batches: control.should_save = False   # the finished run is stored; resumed from here it would train on
+
+def _measured(result, batch, update, tokens)->dict: # None where nothing could be judged
+    return clean(dict(batch=batch, update=update, tokens=tokens, accuracy=result.accuracy, length=float(result.lengths.mean()), per_problem=result.per_problem.tolist()))
 
 # %% ../nbs/core/experiment.ipynb #f11ce226
 class Experiment:
@@ -156,28 +159,63 @@ class Experiment:
                  arms:dict,                  # name → function that makes a `Method` (of nothing, or of the seed); the first arm is the baseline
                  seeds,                      # whole numbers
                  *, rollout_batches:int=40, num_problems:int=16, num_generations:int=8, learning_rate:float=1e-4,
-                 max_completion_length:int=96, budget:tuple|None=None, # ("tokens", n) instead of a number of batches
+                 max_completion_length:int=96, budget:tuple|None=None, # ("tokens", n): a run ends once it has sampled them, at the latest after `rollout_batches`
                  eval_problems:int=256, eval_samples:int=8, eval_every:int=10, # batches between evaluations
                  out="runs", module:str|None=None, # module whose hash is stored
                  settings:dict|None=None):   # further settings of `GRPOConfig`
         if not arms: raise ValueError("arms={} is empty: name at least a baseline")
-        if not list(seeds): raise ValueError("seeds is empty: name at least one seed")
         self.chapter, self.world, self.arms, self.seeds = chapter, world, dict(arms), [int(s) for s in seeds]
+        if not self.seeds: raise ValueError("seeds is empty: name at least one seed")
+        if len(set(self.seeds)) < len(self.seeds): raise ValueError(f"seeds={self.seeds} names one twice: it would count as two")
         self.make_policy = policy if callable(policy) else (lambda: load_policy(policy))
-        self.policy_name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
+        self.policy_name = f"{policy.name} {policy.key()}" if isinstance(policy, Recipe) else getattr(policy, "__name__", str(policy))   # a function is told apart by its name alone
         self.rollout_batches, self.num_problems, self.num_generations = rollout_batches, num_problems, num_generations
         self.learning_rate, self.max_completion_length, self.settings = learning_rate, max_completion_length, dict(settings or {})
         self.budget = tuple(budget or ("rollouts", rollout_batches*num_problems*num_generations))
         self.eval_samples, self.eval_every, self.module = eval_samples, eval_every, module
+        self._check(eval_problems)
         self.test_problems = world.problems(eval_problems, seed=0, split="test")
         self.folder = writable_folder(Path(out)/chapter)
+
+    def _check(self, eval_problems):
+        "ValueError before anything is loaded."
+        sizes = dict(rollout_batches=self.rollout_batches, num_problems=self.num_problems, max_completion_length=self.max_completion_length, eval_problems=eval_problems,
+                     eval_samples=self.eval_samples, eval_every=self.eval_every)
+        for name, n in sizes.items():
+            if n < 1: raise ValueError(f"{name}={n}: at least 1 is needed")
+        rollouts = self.num_problems*self.num_generations
+        check_sizes(rollouts, self.num_generations)
+        if self.budget[0] != "tokens" and self.budget != ("rollouts", self.rollout_batches*rollouts):
+            raise ValueError(f"budget={self.budget}: give ('tokens', n), or leave it out: rollouts are counted by rollout_batches × num_problems × num_generations = {self.rollout_batches*rollouts}")
+        own = {"num_problems", "num_generations", "learning_rate", "max_completion_length", "seed", "save_steps", "output_dir", "max_steps", "updates", "out"} & set(self.settings)
+        if own: raise ValueError(f"settings={{{sorted(own)[0]!r}: …}} is the experiment's own: set it by its argument of the same name, if there is one")
+        if len({self._slug(a) for a in self.arms}) < len(self.arms): raise ValueError(f"arms={list(self.arms)}: two of these names make the same folder")
+    @staticmethod
+    def _slug(arm): return arm.replace("/", "_").replace(" ", "_")
+    def training_settings(self, method)->dict:
+        "Settings of `GRPOConfig` for a run of `method`. ValueError where the experiment's own contradict what the method needs, or the batch does not divide."
+        for name, value in method.training.items():
+            if self.settings.get(name, value) != value:
+                raise ValueError(f"{method.name} needs {name}={value}, but the experiment has settings={{{name!r}: {self.settings[name]!r}}}: leave it out there, or give the method another `training`")
+        s, rollouts = {**self.settings, **method.training}, self.num_problems*self.num_generations
+        parts = s.get("steps_per_generation", s.get("gradient_accumulation_steps", 1))   # slices that one batch of rollouts is trained in
+        s.setdefault("per_device_train_batch_size", rollouts//parts)
+        if s["per_device_train_batch_size"]*parts != rollouts:
+            raise ValueError(f"per_device_train_batch_size={s['per_device_train_batch_size']} in {parts} slices (steps_per_generation or gradient_accumulation_steps) "
+                             f"is not one batch of num_problems × num_generations = {rollouts} rollouts: the budget would not be the one that is stated")
+        if self._slices(s) % s.get("gradient_accumulation_steps", 1):
+            raise ValueError(f"gradient_accumulation_steps={s['gradient_accumulation_steps']} does not divide the {self._slices(s)} slices that one batch of rollouts is trained in (num_iterations × steps_per_generation)")
+        return s
+    @staticmethod
+    def _slices(s): return s.get("num_iterations", 1)*s.get("steps_per_generation", s.get("gradient_accumulation_steps", 1))
+
     @property
     def baseline(self): return next(iter(self.arms))
     def method(self, arm, seed)->Method:
         "A fresh method for this run. A control that copies another arm's behaviour takes the seed, and reads that arm's run with `stored`."
         make = self.arms[arm]
-        return make(seed) if not isinstance(make, type) and any(p.default is p.empty for p in inspect.signature(make).parameters.values()) else make()
-    def run_folder(self, arm, seed)->Path: return self.folder/f"{arm}-{seed}".replace("/", "_").replace(" ", "_")
+        return make(seed) if _takes_seed(make) else make()
+    def run_folder(self, arm, seed)->Path: return self.folder/f"{self._slug(arm)}-{seed}"
     def stored(self, arm, seed)->dict:
         "The finished run of an arm that comes earlier. LookupError where there is none yet."
         path = self.run_folder(arm, seed)/"run.json"
@@ -196,37 +234,44 @@ class Experiment:
             self._start = evaluate(self.make_policy(), self.world, self.test_problems, samples=self.eval_samples, max_completion_length=self.max_completion_length)
         return self._start
 
-    def _one(self, arm, seed, bar):
-        folder = self.run_folder(arm, seed)
-        identity, done = self._identity(arm, seed), folder/"run.json"
-        if done.exists():
-            stored = json.loads(done.read_text(encoding="utf-8"))
-            if stored["identity"] == identity:
-                bar.update(self.rollout_batches); return stored
-        mark = folder/"identity.json"
-        if folder.exists() and (not mark.exists() or json.loads(mark.read_text(encoding="utf-8")) != identity):
-            shutil.rmtree(folder)                       # other settings: a run of its own
+    def _make_room(self, folder, identity):
+        "What `folder` holds of other settings goes aside; what was put aside of these comes back."
+        def aside(identity): return folder.with_name(f"{folder.name}@{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}")
+        mark, wanted = folder/"identity.json", aside(identity)
+        held = json.loads(mark.read_text(encoding="utf-8")) if mark.exists() else None
+        if folder.exists() and held != identity:
+            if held is not None: shutil.rmtree(aside(held), ignore_errors=True); os.replace(folder, aside(held))
+            else: shutil.rmtree(folder)                 # nothing had begun
+        if not folder.exists() and wanted.exists(): os.replace(wanted, folder)
         folder.mkdir(parents=True, exist_ok=True); write_json(mark, identity)
-        began, method, policy, start = time.time(), self.method(arm, seed), self.make_policy(), self.start()
+
+    def _one(self, arm, seed, bar):
+        folder, method = self.run_folder(arm, seed), self.method(arm, seed)
+        identity, done, settings = self._identity(arm, seed), folder/"run.json", self.training_settings(method)
+        self._make_room(folder, identity)
+        if done.exists():
+            bar.update(self.rollout_batches); return json.loads(done.read_text(encoding="utf-8"))
+        policy, start = self.make_policy(), self.start()
         problems = self.world.problems(self.rollout_batches*self.num_problems, seed=seed, split="train")
-        per_batch = method.training.get("num_iterations", self.settings.get("num_iterations", 1))
+        per_batch = self._slices(settings)//settings.get("gradient_accumulation_steps", 1)
         args = training_config(folder, num_problems=self.num_problems, num_generations=self.num_generations, updates=self.rollout_batches*per_batch, seed=seed,
-                               learning_rate=self.learning_rate, max_completion_length=self.max_completion_length, save_steps=self.eval_every*per_batch,
-                               **{**self.settings, **method.training})
+                               learning_rate=self.learning_rate, max_completion_length=self.max_completion_length, save_steps=self.eval_every*per_batch, **settings)
         checkpoint = latest_checkpoint(folder)
-        evals = {0: dict(batch=0, update=0, tokens=0, accuracy=start.accuracy, length=float(start.lengths.mean()), per_problem=start.per_problem.tolist())}
-        before = 0.
+        evals, began = {0: _measured(start, 0, 0, 0)}, time.time()
         if checkpoint is not None:
             update = int(checkpoint.name.split("-")[-1])
             evals.update({e["batch"]: e for e in json.loads((folder/"evals.json").read_text(encoding="utf-8")) if e["update"] <= update})
+            if (folder/"seconds.json").exists(): began -= json.loads((folder/"seconds.json").read_text(encoding="utf-8"))["seconds"]   # the time before the interruption
             bar.update(update//per_batch)
             bar.write(f"{arm}, seed {seed}: resumes after batch {update//per_batch}", file=sys.stderr)
         box = []
-        box.append(Trainer(policy, self.world, problems, method, args, callbacks=[_Watch(self, box, evals, folder, bar, f"{arm}, seed {seed}")]))
+        box.append(Trainer(policy, self.world, problems, method, args, callbacks=[_Watch(self, box, evals, folder, bar, f"{arm}, seed {seed}", began)]))
         box[0].train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         log = [{k: v for k, v in entry.items() if v is None or isinstance(v, (int, float)) and math.isfinite(v)} for entry in box[0].state.log_history if "loss" in entry]
         result = dict(identity=identity, arm=arm, seed=seed, n_sampled=box[0].n_sampled, updates=box[0].state.global_step, per_batch=per_batch,
                       seconds=time.time() - began, evals=list(evals.values()), log=log)
+        if self.budget[0] == "tokens" and result["n_sampled"] < self.budget[1]:
+            warnings.warn(f"{arm}, seed {seed} sampled {result['n_sampled']} of budget={self.budget}: it ended with rollout_batches={self.rollout_batches}; raise that, or the arms have unequal budgets")
         policy.save(folder/"policy")
         write_json(done, result)
         for old in folder.glob("checkpoint-*"): shutil.rmtree(old)
@@ -234,6 +279,9 @@ class Experiment:
 
     def run(self)->"Results":
         "All arms and seeds, one after the other, with a progress bar."
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1: raise RuntimeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: an experiment writes its files from one process; start it without a launcher, or use the Trainer")
+        for arm, make in self.arms.items():
+            if not _takes_seed(make): self.training_settings(make())      # refused now, not after the arms before it
         began = time.time()
         jobs = [(a, s) for s in self.seeds for a in self.arms]
         with tqdm(total=len(jobs)*self.rollout_batches, desc=self.chapter, unit="batch", mininterval=1., smoothing=.05, file=sys.stderr, dynamic_ncols=True) as bar:
@@ -241,6 +289,8 @@ class Experiment:
         return Results(self, runs, (time.time() - began)/60)
 
 # %% ../nbs/core/experiment.ipynb #0d24dc13
+def _takes_seed(make): return not isinstance(make, type) and any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+
 def describe(method:Method)->dict:
     "Name and plain settings of a method (numbers, text, lists), its parts included: what tells two arms apart."
     if hasattr(method, "methods"): return {"name": method.name, "parts": [describe(m) for m in method.methods]}
@@ -281,7 +331,9 @@ class Results:
         if against == "tokens":
             at, spent = self.series(arm, "tokens")
             x = np.interp(x, at, np.nanmean(spent, 0))
-        with np.errstate(all="ignore"): return dict(x=x.tolist(), mean=np.nanmean(v, 0).tolist(), low=np.nanmin(v, 0).tolist(), high=np.nanmax(v, 0).tolist())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)      # a place where no seed has a value stays NaN
+            return dict(x=x.tolist(), mean=np.nanmean(v, 0).tolist(), low=np.nanmin(v, 0).tolist(), high=np.nanmax(v, 0).tolist())
     @property
     def table(self):
         "Everything, tidy: arm, seed, batch, tokens, metric, value."
@@ -314,8 +366,7 @@ class Results:
     def learning_gate(self, arm=None, least:float=.05)->Gate:
         "The second precondition: the baseline ends clearly above its start (the whole paired interval above `least`)."
         arm = arm or self.baseline
-        start = np.tile(self.experiment.start().per_problem, (len(self.seeds), 1))
-        i = paired_interval(self.final(arm), start)
+        i = paired_interval(self.final(arm), self.at(arm, 0))
         return Gate(f"gain of {arm} over the start, lower end of its interval", i.low, f"above {least:.2f}", i.low > least)
     def record(self, *, paper:str, scale:str, gates:list, claims:list=(), curves:dict|None=None, comparisons:list|None=None, extra:dict|None=None)->dict:
         "The content of `results/NN_name.json`; schema in `rlworkbench/data/results.schema.json`."
