@@ -6,11 +6,11 @@ import torch
 from rlworkbench.advantages import gae, terminal_rewards
 from rlworkbench.experiment import describe
 from rlworkbench.method import Compose, Method
-from rlworkbench.methods.espo import ESPO, PATIENCE, RateController, RegretStatistics, StopMonitor, WarmUp, cumulative_regret, normalised_regret, pressure, regret, stop_index
+from rlworkbench.methods.espo import ESPO, PATIENCE, RateController, RegretStatistics, StopMonitor, WarmUp, cumulative_regret, failed_frac, normalised_regret, pressure, regret, stop_index
 from rlworkbench.policies import Recipe, Stage, train_recipe
 from rlworkbench.rollouts import Stop, TorchSampler
 from rlworkbench.toolbox.critics import PPO, ValueHead
-from rlworkbench.toolbox.cutting import cut_rollouts, shadow
+from rlworkbench.toolbox.cutting import can_stop, cut_rollouts, shadow
 from rlworkbench.trainer import Trainer, training_config
 from rlworkbench.worlds.base import make_world
 
@@ -315,7 +315,7 @@ def test_random_arm_stops_at_its_rate(weights, tmp_path):
 def test_schedule_takes_the_place_of_tau():
     espo = armed(ESPO(signal="random", tau=.25, schedule=[.5, .1]))
     m = espo.monitor
-    for wanted in (.75 - .1*.5, .75 - .1*.5 - .1*.1, .75 - .1*.5 - .1*.1 - .1*.25):
+    for wanted in (.75 - .5, .75 - .5 - .1, 0.):                          # nothing was stopped; then tau again, and the bound
         m.start(2)
         espo.learn(SimpleNamespace(extras=dict(regret=torch.zeros(2, 3)), policy_mask=torch.ones(2, 3), lengths=torch.tensor([3, 3])), torch.tensor([False, False]), 1.)
         assert abs(m.controller.level - wanted) < 1e-6
@@ -329,13 +329,42 @@ def test_no_more_is_stopped_than_half_of_what_fails(failed_frac, aim):
         assert abs(espo.monitor.controller.level - (7 + .1*(.5 - wanted))) < 1e-9
 
 
-def test_value_arm_starts_at_the_quantile(weights, tmp_path):
+def test_the_schedule_holds_from_the_first_armed_batch_on():
+    espo = ESPO(signal="random", tau=.25, schedule=[.6, .1])
+    espo.critic, espo._total = SimpleNamespace(value_loss=.1), 100
+    batch = SimpleNamespace(extras=dict(regret=torch.zeros(2, 3)), policy_mask=torch.ones(2, 3), lengths=torch.tensor([3, 3]))
+    levels = []
+    for _ in range(3):
+        espo.monitor.start(2); espo.learn(batch, torch.tensor([False, False]), 1.); levels.append(espo.monitor.controller.level)
+    assert levels[:2] == [.75, .75] and abs(levels[2] - .4) < 1e-9 and espo.schedule == [.1]      # three settled losses arm the fourth batch
+
+
+def test_failures_are_counted_by_what_a_stop_says():
+    rewards, cut = torch.tensor([1., 0., 0., math.nan]), torch.tensor([True, False, True, False])
+    assert failed_frac(rewards, cut, True) == 3/4            # stopped by the rule: row 0 counts as failed
+    assert failed_frac(rewards, cut, False) == 1/2           # stopped by chance: rows 1 and 3 are left, one has failed
+    assert failed_frac(rewards, torch.ones(4, dtype=torch.bool), False) == 0.
+
+
+def test_value_arm_follows_the_critic_as_it_is_now(weights, tmp_path):
     espo = ESPO(signal="value", tau=.25)
     espo.monitor.warmup.in_a_row, espo.monitor.warmup.at_most = 9, 1.
     trainer = run(weights, tmp_path, Compose(PPO(), espo), updates=2, max_completion_length=16)
     r, level = trainer.rollouts, espo.monitor.controller.level
-    lowest = r.extras["values"].masked_fill(r.completion_mask == 0, math.inf).amin(1)
-    assert (lowest < -level).sum() == 2                                   # a quarter of 8 rollouts would have been stopped
+    def stopped(values): return (values.masked_fill(~can_stop(r.completion_mask, r.stop == Stop.EOS), math.inf).amin(1) < -level).sum().item()
+    assert stopped(trainer.method[PPO].head(r.extras["hidden"]).detach()) == 2    # a quarter of 8 rollouts
+    assert stopped(r.extras["values"]) != 2                                       # the critic has moved since they were written
+
+
+def test_value_arm_stops_at_the_rate_that_it_is_given(weights, tmp_path):
+    espo = ESPO(signal="value", schedule=[.5]*30)
+    trainer = run(weights, tmp_path, Compose(PPO(), espo), updates=40, max_completion_length=16)
+    rates = [e["stop_rate"] for e in trainer.state.log_history if e.get("armed") and e["step"] % 2]
+    assert len(rates) > 10 and .25 < sum(rates)/len(rates) < .75
+
+
+def test_what_espo_cannot_work_with_is_refused(weights, tmp_path):
+    with pytest.raises(ValueError, match="set max_steps"): run(weights, tmp_path, Compose(PPO(), ESPO()), updates=-1)
 
 
 def test_shadow_goes_on_from_the_cut(weights):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'PATIENCE', 'regret', 'normalised_regret', 'cumulative_regret', 'stop_threshold', 'pressure', 'stop_index',
-           'RegretStatistics', 'RateController', 'WarmUp', 'StopMonitor', 'controller_for', 'wanted_rate', 'measure',
-           'ESPO']
+           'RegretStatistics', 'RateController', 'WarmUp', 'StopMonitor', 'controller_for', 'wanted_rate',
+           'failed_frac', 'measure', 'ESPO']
 
 # %% ../../nbs/07_espo.ipynb #b277d9f6
 import math
@@ -140,7 +140,7 @@ class StopMonitor(Monitor):
         if not self.armed or self.watch_only: return torch.zeros_like(rows, dtype=torch.bool)
         if self.signal == "random": stop = self.at[rows] == t
         else: stop = pressure(self.z[rows], values, self.epsilon, self.signal) > self.level
-        self.t_stop[rows[stop]] = t
+        self.t_stop[rows[stop]] = t      # also where this token is the end token: the sampler keeps EOS, and `stop` says so
         return stop
     def finish(self): return dict(self.record.tensors(len(self.z)), t_stop=self.t_stop)
     def retrospect(self, regrets, values, mask, # (B,T) each, of rollouts written to their end
@@ -166,8 +166,8 @@ class StopMonitor(Monitor):
 
 # %% ../../nbs/07_espo.ipynb #7fadcc5d
 PATIENCE = dict(both=dict(level=3.), regret=dict(level=3.),            # start of β; paper: 7 with "both"
-                value=dict(level=None, eta=.1, low=-2., high=2.),    # None: set from the last warm-up batch, see `level_for`
-                random=dict(level=.75, eta=.1, low=0., high=1.))     # all [inferred]
+                value=dict(level=None),                              # None: set anew after each batch, see `ESPO.follow_critic` [inferred]
+                random=dict(level=.75, eta=1., low=0., high=1.))     # the level is 1 - rate: what was missed is made up at once [inferred]
 
 def controller_for(signal:str, beta:float|None, eta:float|None, tau:float)->RateController:
     "The patience that a run starts with: what is given, else that of `PATIENCE`."
@@ -179,6 +179,14 @@ def controller_for(signal:str, beta:float|None, eta:float|None, tau:float)->Rate
 def wanted_rate(failed_frac:float, tau:float=.25, tau_share:float|None=.5)->float:
     "Stop rate to aim at: tau, or the share `tau_share` of the failures if that is less [inferred]; None: tau alone [paper]."
     return tau if tau_share is None else min(tau, tau_share*failed_frac)
+
+def failed_frac(rewards:Tensor, # (B,) 1 where right; NaN unknown, not counted as a failure
+                cut:Tensor,     # (B,) bool
+                by_rule:bool,   # a stop by the rule counts as a failure, one by chance says nothing
+               )->float:        # 0 where nothing is known
+    "The share of rollouts that failed."
+    failed = (cut | (rewards < 1)) if by_rule else (rewards < 1)[~cut]
+    return failed.double().mean().item() if len(failed) else 0.
 
 def measure(monitor:StopMonitor, rollouts:Rollouts,
             cut:Tensor,     # (B,) bool
@@ -205,15 +213,17 @@ class ESPO(Method):
     retroactive: bool = False     # write to the end and cut afterwards
     watch: bool = False           # only record: PPO with ESPO's measures
     probe_every: int = 0; probe_rollouts: int = 64  # batches between false-positive probes (0: none), and their size
-    schedule: list = ()           # stop rate to aim at in each armed batch, in the place of `wanted_rate`
+    schedule: list = ()           # stop rate of each armed batch, in the place of `wanted_rate`; for controls that copy another arm
     def __post_init__(self):
         self.monitor = StopMonitor(RegretStatistics(self.alpha_stats), controller_for(self.signal, self.beta, self.eta, self.tau), WarmUp(),
                                    self.alpha, self.epsilon, self.clip, self.signal, self.retroactive or self.watch)
-        self.schedule, self.log, self._batch, self._n_batches = list(self.schedule), {}, None, 0
+        self.schedule, self.log, self._batch, self._n_batches, self._aim = list(self.schedule), {}, None, 0, self.tau
     def prepare(self, run):
         self.critic, a = critic_before(run.method, self), run.args
         if self.critic is None and self.signal in ("both", "value"):
             raise ValueError(f"ESPO(signal={self.signal!r}) reads a critic's values and there is none: use Compose(PPO(), ESPO()), or signal='regret'")
+        if a.max_steps <= 0: raise ValueError(f"ESPO's warm-up ends at a tenth of the run, so it has to know its length: set max_steps, not {a.max_steps}")
+        if a.world_size > 1: raise ValueError(f"ESPO keeps its statistics and patience on one process, and this run has world_size={a.world_size}: start it with one")
         self._total = a.max_steps*a.gradient_accumulation_steps//(a.num_iterations*a.steps_per_generation)   # batches of rollouts
     def sampler(self, sampler):
         self.plain, watched = sampler, sampler.with_monitor(self.monitor)
@@ -223,21 +233,27 @@ class ESPO(Method):
         self._batch = rollouts, cut, rewards             # the verifier's word on the others stays known
         return torch.where(cut, self.r_fail, rewards)
     def after_update(self, run):
-        if self._batch is None: return                   # a further update on the same batch
-        (rollouts, cut, rewards), self._batch = self._batch, None
-        self.log = measure(self.monitor, rollouts, cut, rewards)
-        if self.probe_every and self._n_batches % self.probe_every == 0: self.log |= probe_cuts(self.plain, run.world, rollouts, cut, self.probe_rollouts, run.state.global_step)
-        self._n_batches += 1
-        self.learn(rollouts, cut, (cut | (rewards < 1)).float().mean().item())
+        if self._batch is not None:                      # the first update on a batch
+            (rollouts, cut, rewards), self._batch = self._batch, None
+            self.log = measure(self.monitor, rollouts, cut, rewards)
+            if self.probe_every and self._n_batches % self.probe_every == 0: self.log |= probe_cuts(self.plain, run.world, rollouts, cut, self.probe_rollouts, run.state.global_step)
+            self._n_batches += 1
+            self.learn(rollouts, cut, failed_frac(rewards, cut, self.signal != "random"))
+        if self.signal == "value" and self.beta is None and not self.watch: self.follow_critic(run.rollouts)
     def learn(self, rollouts, cut, failed_frac):
-        m = self.monitor
+        m, was_armed = self.monitor, self.monitor.armed
         m.observe(rollouts, cut)
         if self.watch: return
-        if m.armed: m.controller.update(cut.float().mean().item(), self.schedule.pop(0) if self.schedule else wanted_rate(failed_frac, self.tau, self.tau_share))
-        else: m.warmup.update(self.critic.value_loss if self.critic else None, self._total)
-        if not m.armed and self.signal == "value" and self.beta is None: m.controller.level = level_for(-rollouts.extras["values"], rollouts.completion_mask, self.tau)
-    def state_dict(self): return self.monitor.state_dict() | dict(n_batches=self._n_batches, schedule=list(self.schedule))
+        if not was_armed: m.warmup.update(self.critic.value_loss if self.critic else None, self._total)
+        if not m.warmup.armed: return
+        self._aim = self.schedule.pop(0) if self.schedule else wanted_rate(failed_frac, self.tau, self.tau_share)
+        if was_armed: m.controller.update(cut.float().mean().item(), self._aim)
+        elif self.signal == "random" and self.beta is None: m.controller.level = 1 - self._aim
+    def follow_critic(self, rollouts):                   # the critic moves far in one batch: a level by its old values would be out of reach
+        values = self.critic.head(rollouts.extras["hidden"]).detach()
+        self.monitor.controller.level = level_for(-values, can_stop(rollouts.policy_mask, rollouts.stop == Stop.EOS), self._aim)
+    def state_dict(self): return self.monitor.state_dict() | dict(n_batches=self._n_batches, aim=self._aim, schedule=list(self.schedule))
     def load_state_dict(self, state):
         self.monitor.load_state_dict(state)
-        self._n_batches, self.schedule, self._batch = state["n_batches"], list(state["schedule"]), None
+        self._n_batches, self._aim, self.schedule, self._batch = state["n_batches"], state["aim"], list(state["schedule"]), None
     def metrics(self): return self.log

@@ -29,7 +29,7 @@ def top(scores:Tensor, # (B,T)
     return scores.masked_fill(~mask.bool(), -math.inf).amax(1)
 
 def level_for(scores:Tensor, # (B,T)
-              mask:Tensor,   # (B,T) 0/1
+              mask:Tensor,   # (B,T) 0/1 tokens after which a stop is possible, see `can_stop`
               rate:float,    # share of rows to stop
              )->float:
     "The patience that would have stopped a share `rate` of these rollouts."
@@ -87,7 +87,8 @@ def shadow(sampler:Sampler,   # without a monitor
         torch.manual_seed(seed)
         tail = sampler.replace(max_new_tokens=max(1, limit - int(cut.lengths.min()))).sample(
             ids(cut.prompt_ids, cut.prompt_mask), prefixes=ids(cut.completion_ids, cut.completion_mask))
-    return [a + b for a, b in zip(cut.completions, tail.completions)], (cut.lengths + tail.lengths <= limit).tolist()
+    whole = (cut.lengths + tail.lengths <= limit) & ~tail.extras["shortened"]     # a prompt that lost its beginning asks something else
+    return [a + b for a, b in zip(cut.completions, tail.completions)], whole.tolist()
 
 def would_be_right(sampler:Sampler,   # without a monitor; not used where the full texts are known
                    world, rollouts:Rollouts,
