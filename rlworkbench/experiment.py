@@ -295,7 +295,7 @@ def describe(method:Method)->dict:
     "Name and plain settings of a method (numbers, text, lists), its parts included: what tells two arms apart."
     if hasattr(method, "methods"): return {"name": method.name, "parts": [describe(m) for m in method.methods]}
     return {"name": method.name, **{k: v if math.isfinite(v) else repr(v) for k, v in sorted(vars(method).items()) if isinstance(v, (int, float)) and not k.startswith("_")},
-            **{k: v for k, v in sorted(vars(method).items()) if (isinstance(v, str) or isinstance(v, list) and v) and not k.startswith("_")}}
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in sorted(vars(method).items()) if (isinstance(v, str) or isinstance(v, (list, tuple)) and v) and not k.startswith("_")}}
 
 # %% ../nbs/core/experiment.ipynb #3a4a3238
 class Results:

@@ -127,6 +127,7 @@ def test_empty_arms_and_seeds_are_refused(tmp_path):
 
 def test_arms_are_told_apart_by_their_settings():
     assert describe(Compose(PPO(lam=.9))) != describe(Compose(PPO(lam=.95)))
+    assert describe(PPO(steps=(1, 1))) != describe(PPO())
     assert describe(Method()) == {"name": "GRPO"}
 
 def test_the_module_hash_sees_code_and_not_comments(tmp_path, monkeypatch):
