@@ -94,7 +94,7 @@ class RegretStatistics:
 @dataclass
 class RateController:
     "Patience: grows when more rollouts than `tau` were stopped, shrinks when fewer. (E6)"
-    level: float|None = 3.   # β; paper: 7. None: set from the last warm-up batch, so that a share tau would have been stopped
+    level: float|None = 3.   # β; paper: 7. None: to be set by `ESPO.follow_critic`
     eta: float = .5          # paper: 0.1
     tau: float = .25         # [paper]
     low: float = .5; high: float = 20. # paper: not given [inferred]
