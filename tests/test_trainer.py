@@ -1,12 +1,16 @@
 "The trainer: equal to TRL's own with no method, refuses what does not fit, resumes as if nothing had happened."
 import copy, math
+from dataclasses import dataclass
 import pytest, torch
 from datasets import Dataset
 from torch import tensor
+from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 from rlworkbench.method import Method
 from rlworkbench.policies import build_tokenizer, load_policy, tiny_model
-from rlworkbench.rollouts import TorchSampler
+from rlworkbench.rollouts import Sampler, TorchSampler
+from rlworkbench.scoring import score_rollouts
 from rlworkbench.trainer import Trainer, check_sizes, latest_checkpoint, training_config
 from rlworkbench.worlds.base import Problem
 from rlworkbench.worlds.chain import Chain
@@ -46,12 +50,15 @@ def stock(policy, args, problems=None):
     data = Dataset.from_list([{"prompt": p.prompt, "problem_idx": i} for i, p in enumerate(problems or WORLD.problems(24, seed=0))])
     return GRPOTrainer(model=policy.model, reward_funcs=[length_reward], args=args, train_dataset=data, processing_class=policy.tokenizer, rollout_func=roll_out)
 
-def gradients(trainer):
-    "Loss and gradients of one batch, without an update."
-    rows = [row for row in trainer.train_dataset for _ in range(4)][:16]
-    trainer.model.train(); trainer.current_gradient_accumulation_steps = 1
+def gradients(trainer, moved=0.):
+    "Loss and gradients of one batch, without an update; `moved`: how far the weights have moved since it was sampled."
+    rows = [row for row in trainer.train_dataset for _ in range(4)][:trainer.args.generation_batch_size]
+    trainer.model.train(); trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     batch = trainer._generate_and_score_completions(rows)
-    loss = trainer._compute_loss(trainer.model, batch)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in trainer.model.parameters(): p += moved*torch.randn(p.shape, generator=noise)
+    loss = sum(trainer._compute_loss(trainer.model, part) for part in split_tensor_dict(batch, trainer.args.steps_per_generation))
     loss.backward()
     return batch, loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
 
@@ -66,6 +73,22 @@ def test_same_rollouts_same_loss_and_gradients_as_the_stock_trainer(folder, tmp_
     assert abs(loss_a - loss_b) < 1e-6
     assert max((grads_a[n] - grads_b[n]).abs().max() for n in grads_b) < 1e-6
     assert max(g.abs().max() for g in grads_b.values()) > 1e-4        # or the equality would say nothing
+
+MOVED = [dict(), dict(loss_type="grpo", epsilon_high=.4), dict(delta=1.3), dict(importance_sampling_level="sequence", epsilon=.05), dict(loss_type="cispo", epsilon_high=1.1),
+         dict(beta=.1, use_bias_correction_kl=True), dict(beta=.1, use_bias_correction_kl=True, importance_sampling_level="sequence", epsilon=.05)]
+
+@pytest.mark.parametrize("settings", MOVED, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default")
+def test_away_from_ratio_1_loss_and_gradients_are_those_of_the_stock_trainer(folder, tmp_path, settings):
+    "On fresh rollouts no ratio is clipped, and the test above says nothing about clipping."
+    settings = dict(settings, num_iterations=2)
+    trainer = ours(load_policy(folder), config(tmp_path/"a", **settings))
+    _, loss_a, grads_a = gradients(trainer, moved=.05)
+    _, loss_b, grads_b = gradients(stock(load_policy(folder), config(tmp_path/"b", **settings)), moved=.05)
+    assert abs(loss_a - loss_b) < 1e-6 and max((grads_a[n] - grads_b[n]).abs().max() for n in grads_b) < 1e-6
+    assert trainer._metrics["train"]["clip_ratio/region_mean"][-1] > .02
+    if "delta" in settings:
+        _, without, _ = gradients(ours(load_policy(folder), config(tmp_path/"c", num_iterations=2)), moved=.05)
+        assert abs(loss_a - without) > 1e-4
 
 @pytest.mark.parametrize("settings", [dict(), dict(num_iterations=2, updates=6), dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, loss_type="dapo"),
                                       dict(per_device_train_batch_size=8, steps_per_generation=2, updates=6)], ids=["plain", "two epochs", "accumulation", "two slices"])
@@ -136,20 +159,46 @@ def test_selection_drops_rows_and_columns_and_keeps_the_loss_of_what_is_left(pol
     want = -(batch["advantages"]*batch["tool_mask"]).sum()/batch["tool_mask"].sum()       # the ratio is 1
     assert abs(loss - want.item()) < 1e-6 and torch.equal(full.completion_ids[:, :6], batch["completion_ids"])
 
+class Odd(Method):
+    "Every second row, written into the mask itself."
+    def select(self, rollouts, advantages, mask):
+        mask[::2] = 0
+        return mask
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_selected_rows_count_alike_whole_or_in_slices(folder, tmp_path, loss_type):
+    whole = ours(load_policy(folder), config(tmp_path/"a", loss_type=loss_type), Odd())
+    batch, loss, _ = gradients(whole)
+    _, sliced, _ = gradients(ours(load_policy(folder), config(tmp_path/"b", loss_type=loss_type, per_device_train_batch_size=8, gradient_accumulation_steps=2), Odd()))
+    a, n = batch["advantages"][:, 0], batch["tool_mask"].sum(1)                            # 8 of 16 rows are left; the ratio is 1
+    want = {"grpo": a.mean(), "dr_grpo": (a*n).sum()/(8*LENGTH), "dapo": (a*n).sum()/n.sum()}[loss_type]
+    assert len(a) == 8 and abs(loss + want.item()) < 1e-6 and abs(sliced - loss) < 1e-6
+
 def test_a_stage_with_a_wrong_shape_is_named(policy, tmp_path):
-    class Wrong(Method):
-        def advantages(self, rollouts, advantages): return advantages[:, :1]
-    with pytest.raises(ValueError, match="the stage `advantages` gave shape"): gradients(ours(policy, config(tmp_path), Wrong()))
+    def wrong(name, fn): return type("Wrong", (Method,), {name: fn})()
+    for name, fn, shape in (("rewards", lambda self, r, x: x[:, None], "(B,)"), ("advantages", lambda self, r, x: x[:, :1], "(B, T)"),
+                            ("select", lambda self, r, a, mask: mask[:, :1], "(B, T)"), ("token_loss", lambda self, step, loss: loss.mean(), "(B, T)")):
+        with pytest.raises(ValueError) as error: gradients(ours(policy, config(tmp_path), wrong(name, fn)))
+        assert f"the stage `{name}` gave shape" in str(error.value) and shape in str(error.value)
+    with pytest.raises(ValueError, match="the stage `select` chose tokens that are not trained"): gradients(ours(policy, config(tmp_path), wrong("select", lambda self, r, a, mask: mask*0 + 1)))
+
+def test_rewards_changed_in_place_leave_the_verdicts(policy, tmp_path):
+    class Shift(Method):
+        def rewards(self, rollouts, rewards): rewards -= 10; return rewards
+    trainer = ours(policy, config(tmp_path), Shift()); gradients(trainer)
+    assert torch.equal(trainer.rollouts.rewards, trainer.verified - 10) and trainer.verified.min() >= 0
 
 # ---------------------------------------------------------------- rewards
 def test_t6_every_reward_sees_its_own_row(policy, tmp_path):
     seen = []
+    class Echo(Method):                                            # each completion opens with its prompt
+        def sampler(self, sampler): return Scripted(sampler, None)
     def own_row(prompts, completions, problem_idx, **kwargs):
-        seen.extend(zip(prompts, problem_idx)); return [float(i % 3) + len(c) for i, c in zip(problem_idx, completions)]
+        seen.extend(zip(prompts, completions, problem_idx)); return [float(i % 3) + len(c) for i, c in zip(problem_idx, completions)]
     problems = WORLD.problems(64, seed=5)
-    trainer = ours(policy, config(tmp_path, num_problems=8, updates=8, per_device_train_batch_size=16, gradient_accumulation_steps=2), problems=problems, reward_funcs=[own_row])
+    trainer = ours(policy, config(tmp_path, num_problems=8, updates=8, per_device_train_batch_size=16, gradient_accumulation_steps=2), Echo(), problems=problems, reward_funcs=[own_row])
     trainer.train()
-    assert len(seen) == 256 and all(problems[i].prompt == p for p, i in seen) and len({i for _, i in seen}) == 64
+    assert len(seen) == 256 and all(problems[i].prompt == p and c.startswith(p) for p, c, i in seen) and len({i for *_, i in seen}) == 64
 
 def test_rows_without_a_reward_leave_the_baseline(policy, tmp_path):
     def some(completions, **kwargs): return [None if i % 4 == 0 else math.nan if i % 4 == 1 else float(i % 2) for i, _ in enumerate(completions)]
@@ -164,6 +213,49 @@ def test_rows_without_a_reward_leave_the_baseline(policy, tmp_path):
 def test_a_batch_without_any_reward_is_refused(policy, tmp_path):
     def judge(completions, **kwargs): return [None]*len(completions)
     with pytest.raises(ValueError, match="judge returned None or NaN for every row"): gradients(ours(policy, config(tmp_path), reward_funcs=[judge]))
+
+def test_v8_a_problem_that_cannot_be_judged_gets_no_advantage(policy, tmp_path):
+    problems = WORLD.problems(4, seed=0)
+    class Judge:
+        def verify(self, problem, text): return None if problem is problems[0] else float(len(text) % 5)
+    trainer = Trainer(policy, Judge(), problems, None, config(tmp_path))
+    batch, *_ = gradients(trainer)
+    assert trainer.rollouts.rewards[:4].isnan().all() and trainer._metrics["train"]["unscored_frac"] == [.25]
+    assert batch["advantages"][:4].abs().max() == 0 and batch["advantages"][4:].abs().max() > .1
+
+@dataclass
+class Scripted(Sampler):
+    "Writes what it is told; `tool`: row, start and end of tokens that are not the policy's. Rows of None: each its prompt."
+    inner: TorchSampler
+    rows: list
+    tool: tuple = ()
+    def sample(self, prompt_ids, *, group=None):
+        r = self.inner.replace(train_forced=True).sample(prompt_ids, forced=self.rows or [p[1:] for p in prompt_ids], group=group)
+        policy = r.policy_mask.clone()
+        for row, start, end in self.tool: policy[row, start:end] = 0
+        return r.replace(policy_mask=policy)
+
+def test_t7_two_of_four_completions_reach_the_limit_of_8(policy, tmp_path):
+    class Four(Method):
+        def sampler(self, sampler): return Scripted(sampler, [[5]*8, [6]*8, [7, 7, 2], [8, 8, 8, 8, 2]], ((1, 2, 5),))
+    def reward(completions, **kwargs): return [1., 0., 1., 0.]
+    trainer = ours(policy, config(tmp_path, num_problems=1, max_completion_length=8, mask_truncated_completions=True), Four(), reward_funcs=[reward])
+    batch, loss, _ = gradients(trainer)
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [.5]
+    assert (batch["completion_mask"]*batch["tool_mask"]).sum(1).tolist() == [0, 0, 3, 5] and int(batch["num_items_in_batch"]) == 8
+    # all four in the baseline: mean 1/2, sample deviation .57735, advantages ±.5/.57745 = ±.86588; loss -(3 - 5)*.86588/8
+    assert torch.allclose(batch["advantages"][2:, 0], tensor([.86588, -.86588]), atol=1e-4)
+    assert abs(loss - .21647) < 1e-4
+    # one rule for lengths: tokens that the policy wrote, 8 + (8 - 3) + 3 + 5
+    assert trainer.n_sampled == 21 and trainer._metrics["train"]["completions/mean_length"] == [21/4]
+
+def test_a11_trainer_and_sampler_use_one_temperature(policy, tmp_path):
+    trainer = ours(policy, config(tmp_path, temperature=.6))
+    batch, *_ = gradients(trainer)
+    step = trainer.step_of(trainer.model, batch)
+    valid = step.mask.bool()
+    assert torch.allclose(step.logps[valid], step.rollouts.logps[valid], atol=1e-5)
+    assert (score_rollouts(policy.model, step.rollouts).logps - step.logps)[valid].abs().max() > 1e-3      # on one side only
 
 def test_t7_completions_cut_by_the_limit_count_in_the_baseline_but_not_in_the_loss(policy, tmp_path):
     trainer = ours(policy, config(tmp_path, mask_truncated_completions=True, max_completion_length=3))
@@ -220,12 +312,39 @@ def test_t2_with_two_passes_each_batch_is_trained_twice_in_a_row(policy, tmp_pat
     assert seen == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5], [6, 6, 7, 7, 8, 8]]
     assert len(steps) == 6 and all(steps[i] == steps[i + 1] for i in (0, 2, 4)) and steps[0] != steps[2]
 
-def test_t5_one_seed_one_run(folder, tmp_path):
-    def run(seed, name, **kw):
-        p = load_policy(folder); t = ours(p, config(tmp_path/name, seed=seed, updates=3, **kw)); t.train()
-        return [e["loss"] for e in t.state.log_history if "loss" in e], t.rollouts.completions
-    first, second, third = run(11, "a"), run(11, "b", logging_steps=1), run(12, "c")
-    assert first == second and first != third
+def batches(trainer, **kw):
+    "Train; of each batch its problems, its completions and their log-probabilities."
+    kept, plain = [], trainer.roll_out
+    def roll_out(prompts):
+        out, r = plain(prompts), trainer.rollouts
+        kept.append(([row["problem_idx"] for row in trainer._batch], r.completions, r.logps.tolist()))
+        return out
+    trainer.roll_out = roll_out
+    try: trainer.train(**kw)
+    except KeyboardInterrupt: pass
+    return kept
+
+def same_weights(a, b): return all(torch.equal(p, dict(b.model.named_parameters())[n]) for n, p in a.model.named_parameters())
+
+def test_t5_one_seed_one_run_whatever_happens_between_its_updates(folder, tmp_path):
+    from matplotlib import pyplot as plt
+    from rlworkbench.experiment import evaluate
+    from rlworkbench.figures import curves
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            evaluate(looking, WORLD, WORLD.problems(2, split="test"), samples=2, max_completion_length=LENGTH)
+            curves({"PPO": dict(x=[0, 1], mean=[.1, .2])}, band="none"); plt.close("all")
+    def run(policy, seed, name, callbacks=(), **kw):
+        t = ours(policy, config(tmp_path/name, seed=seed, updates=3, **kw), callbacks=callbacks)
+        kept = batches(t)
+        return kept, [{k: v for k, v in e.items() if k not in ("step_time", "train_runtime")} for e in t.state.log_history if "loss" in e]
+    first, second, looking, other = (load_policy(folder) for _ in range(4))
+    (a, log_a), (b, log_b) = run(first, 11, "a"), run(second, 11, "b")
+    assert a == b and log_a == log_b and same_weights(first, second) and len(log_a) == 3       # losses, rewards and figures of each update
+    c, _ = run(looking, 11, "c", [Look()], logging_steps=2, save_steps=1)
+    assert a == c and same_weights(first, looking)
+    d, _ = run(other, 12, "d")
+    assert a != d and not same_weights(first, other)
 
 class Scheduled(Method):
     "Has state: a counter that scales the loss, and a moving average of the reward."
@@ -239,21 +358,20 @@ class Scheduled(Method):
 
 @pytest.mark.parametrize("stop, problems", [(6, 24), (12, 24), (14, 8)], ids=["inside a cycle", "between cycles", "third pass over the data"])
 def test_t1_m3_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(folder, tmp_path, stop, problems):
-    from transformers import TrainerCallback
     class Kill(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
             if state.global_step == stop: raise KeyboardInterrupt
     settings = dict(updates=20, save_steps=2, num_iterations=4, num_problems=2)
     data = WORLD.problems(problems, seed=2)
     whole, broken, resumed = (load_policy(folder) for _ in range(3))
-    t = ours(whole, config(tmp_path/"whole", **settings), Scheduled(), data); seen = order(t)
-    with pytest.raises(KeyboardInterrupt):
-        first = ours(broken, config(tmp_path/"cut", **settings), Scheduled(), data, callbacks=[Kill()]); order(first)
+    t = ours(whole, config(tmp_path/"whole", **settings), Scheduled(), data); unbroken = batches(t)
+    before = batches(ours(broken, config(tmp_path/"cut", **settings), Scheduled(), data, callbacks=[Kill()]))
     found = latest_checkpoint(tmp_path/"cut")
-    assert found.name in (f"checkpoint-{stop}", f"checkpoint-{stop - 2}")      # the callback may run before our own file is written
+    assert found.name == f"checkpoint-{stop}"
     r = ours(resumed, config(tmp_path/"cut", **settings), Scheduled(), data)
-    r.train(resume_from_checkpoint=str(found))
-    assert all(torch.equal(p, dict(resumed.model.named_parameters())[n]) for n, p in whole.model.named_parameters())
+    after = batches(r, resume_from_checkpoint=str(found))
+    assert len(unbroken) == 5 and before + after == unbroken                   # no batch skipped, none twice; the first one after the resume is the resumed weights' own
+    assert same_weights(whole, resumed)
     assert (r.n_sampled, r.method.n, r.method.mean) == (t.n_sampled, t.method.n, t.method.mean)
     steps = [e["step"] for e in r.state.log_history if "loss" in e]
     assert steps == list(range(1, 21))
@@ -287,9 +405,20 @@ def test_r8_prompts_longer_than_the_context_are_dropped_and_counted(policy, tmp_
     assert len(trainer.problems) == 4 and trainer.rollouts.lengths.min() >= 1
     with pytest.raises(ValueError, match="no prompt fits: the shortest has 101 tokens.*lower max_completion_length"): ours(policy, config(tmp_path), problems=[long])
 
-@pytest.mark.parametrize("name, value", [("loss_type", "vespo"), ("top_entropy_quantile", .2), ("entropy_coef", .1)])
-def test_settings_outside_the_stages_are_refused_by_name(policy, tmp_path, name, value):
+@pytest.mark.parametrize("name, value", [("loss_type", "vespo"), ("top_entropy_quantile", .2), ("entropy_coef", .1), ("min_p", .1), ("repetition_penalty", 1.2),
+                                         ("generation_kwargs", dict(num_beams=2)), ("scale_rewards", "batch"), ("save_total_limit", 1)])
+def test_settings_that_nothing_reads_are_refused_by_name(policy, tmp_path, name, value):
     with pytest.raises(ValueError, match=name): ours(policy, config(tmp_path, **{name: value}))
+
+def test_what_a_trainer_cannot_use_is_refused_by_name(policy, tmp_path):
+    for settings in (dict(loss_type="cispo"), dict(delta=2.)):
+        with pytest.raises(ValueError, match="importance_sampling_level='sequence' takes neither"): ours(policy, config(tmp_path, importance_sampling_level="sequence", **settings))
+    class Greedy(Method): wants = ("hidden", "attentions")
+    with pytest.raises(ValueError, match="wants=.* knows only 'hidden', not attentions"): ours(policy, config(tmp_path), Greedy())
+    with pytest.raises(ValueError, match="3 problems do not fill one batch of 4.*lower num_problems"): ours(policy, config(tmp_path), problems=WORLD.problems(3))
+    with pytest.raises(ValueError, match="args is missing"): ours(policy, None)
+    with pytest.raises(ValueError, match="eval_dataset is not used here"): ours(policy, config(tmp_path), eval_dataset=[])
+    with pytest.raises(ValueError, match="an item of type dict"): ours(policy, config(tmp_path), problems=[{"question": "1+1"}])
 
 def test_settings_that_contradict_the_method_are_refused(policy, tmp_path):
     with pytest.raises(ValueError, match="Scheduled needs num_iterations=4, but the settings say 1"): ours(policy, config(tmp_path), Scheduled())
