@@ -1,11 +1,11 @@
 "Experiments: equal budgets, stored runs, resume after a kill, gates, verdicts from figures."
-import json, math, os, signal, subprocess, sys, textwrap, time
+import json, math, signal, subprocess, sys, textwrap, warnings
 import jsonschema, numpy as np, pytest, torch
 from pathlib import Path
 import rlworkbench
 from rlworkbench.experiment import Evaluation, Experiment, Gate, claim, describe, evaluate, module_hash, print_gates, start_gate, writable_folder
 from rlworkbench.method import Compose, Method
-from rlworkbench.policies import load_policy
+from rlworkbench.policies import RECIPES, load_policy
 from rlworkbench.stats import Interval
 from rlworkbench.toolbox.critics import PPO
 from rlworkbench.worlds.chain import Chain
@@ -53,6 +53,8 @@ def test_a_stored_run_is_not_run_again_and_other_settings_are(results, tmp_path)
     first = file.stat().st_mtime_ns
     make().run(); assert file.stat().st_mtime_ns == first
     make(learning_rate=2e-4).run(); assert file.stat().st_mtime_ns != first
+    make().run(); assert file.stat().st_mtime_ns == first          # the first run was put aside, not lost
+    assert len(list((tmp_path/"99_c").iterdir())) == 2
 
 def test_a_token_budget_ends_the_run(tmp_path):
     r = Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, **{**SMALL, "budget": ("tokens", 250)}).run()
@@ -67,28 +69,29 @@ def test_n5_a_killed_run_continues_and_ends_as_an_unbroken_one(tmp_path):
         from rlworkbench.methods.espo import ESPO
         from rlworkbench.toolbox.critics import PPO
         from rlworkbench.worlds.chain import Chain
-        kill = int(sys.argv[2])
+        out, kill = sys.argv[1:3]; kill = int(kill)
         plain = _Watch.on_step_end
         def watched(self, args, state, control, **kw):
             plain(self, args, state, control, **kw)
             if state.global_step == kill: os.kill(os.getpid(), signal.SIGKILL)
         _Watch.on_step_end = watched
-        settings = {ascii({**SMALL, "rollout_batches": 6})}
-        e = Experiment("99_c", Chain(steps=3), "chain-habits", {{"ESPO": lambda: Compose(PPO(), ESPO())}}, [0], out=sys.argv[1], **settings)
+        settings = {ascii({**SMALL, "rollout_batches": 30, "eval_every": 10})}
+        e = Experiment("99_c", Chain(steps=3), "chain-habits", {{"ESPO": lambda: Compose(PPO(), ESPO())}}, [0], out=out, **settings)
         r = e.run()
     """)
     def run(out, kill=0): return subprocess.run([sys.executable, "-c", script, str(out), str(kill)], capture_output=True, text=True, timeout=240)
-    whole = run(tmp_path/"whole")
+    whole = run(tmp_path/"whole")                                  # 30 batches, two updates on each: 60
     assert whole.returncode == 0, whole.stderr[-2000:]
-    broken = run(tmp_path/"cut", kill=10)                          # after batch 5 of 6; checkpoints after 2 and 4
+    broken = run(tmp_path/"cut", kill=45)                          # checkpoints after updates 20 and 40
     assert broken.returncode == -signal.SIGKILL
     again = run(tmp_path/"cut")
-    assert again.returncode == 0 and "resumes after batch 4" in again.stderr, again.stderr[-2000:]
+    assert again.returncode == 0 and "resumes after batch 20" in again.stderr, again.stderr[-2000:]
     from safetensors.torch import load_file
     a, b = (load_file(tmp_path/name/"99_c"/"ESPO-0"/"policy"/"model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(a[k], b[k]) for k in a)
     x, y = (json.loads((tmp_path/name/"99_c"/"ESPO-0"/"run.json").read_text()) for name in ("whole", "cut"))
-    assert x["evals"] == y["evals"] and x["n_sampled"] == y["n_sampled"]
+    assert x["evals"] == y["evals"] and x["n_sampled"] == y["n_sampled"] and x["updates"] == y["updates"] == 60
+    assert [e["step"] for e in y["log"]] == list(range(1, 61))
     clock = ("step_time", "train_runtime")
     assert [{k: v for k, v in e.items() if k not in clock} for e in x["log"]] == [{k: v for k, v in e.items() if k not in clock} for e in y["log"]]
 
@@ -99,10 +102,37 @@ def test_evaluation_leaves_the_generator_of_the_run(tmp_path):
     assert torch.equal(torch.rand(3), first)
     b = evaluate(policy, WORLD, WORLD.problems(4, split="test"), samples=2, max_completion_length=40)
     assert a.completions == b.completions
+    import random
+    class Rolls(Chain):                                            # a judge that draws, too
+        def verify(self, problem, text): return float(random.random() < .5 + 0*np.random.rand())
+    random.seed(1); first = random.random(); random.seed(1); np.random.seed(1); state = np.random.get_state()[1].copy()
+    c, d = (evaluate(policy, Rolls(steps=3), WORLD.problems(4, split="test"), samples=2, max_completion_length=40) for _ in range(2))
+    assert np.array_equal(c.correct, d.correct) and random.random() == first and np.array_equal(np.random.get_state()[1], state)
+
+def test_r8_evaluation_counts_prompts_that_do_not_fit():
+    policy = load_policy("chain-habits")
+    with pytest.warns(UserWarning, match="4 of 4 prompts lost their beginning: with max_completion_length=250 .* context of 256"):
+        evaluate(policy, WORLD, WORLD.problems(4, split="test"), samples=1, max_completion_length=250)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error"); evaluate(policy, WORLD, WORLD.problems(2, split="test"), samples=1, max_completion_length=40)
 
 def test_v8_unscorable_answers_are_left_out_of_numerator_and_denominator():
     e = Evaluation(np.array([[1, math.nan], [0, 0], [math.nan, math.nan]]), np.ones((3, 2)), [], 0.)
     assert e.accuracy == .5                                        # (1 + 0)/2: the third problem cannot be judged
+
+def test_v8_a_test_problem_that_cannot_be_judged_is_stored_as_missing(tmp_path):
+    class Unreadable(Chain):
+        def verify(self, problem, text): return None if problem.prompt == self.unread else super().verify(problem, text)
+    world = Unreadable(steps=3)
+    world.unread = world.problems(8, seed=0, split="test")[0].prompt
+    make = lambda: Experiment("99_c", world, "chain-habits", {"GRPO": Method, "twin": Nothing}, [0], out=tmp_path, **SMALL).run()
+    for results in (make(), make()):                               # run, then read from the store
+        final = results.final("GRPO")
+        assert np.isnan(final[0, 0]) and not np.isnan(final[0, 1:]).any()
+        assert results.compare("twin").n_problems == 7 and results.of("GRPO")[0]["evals"][-1]["per_problem"][0] is None
+        assert results.series("GRPO", "accuracy")[1][0, -1] == pytest.approx(np.nanmean(final))
+    e = Evaluation(np.array([[1, 0.], [0, 0], [math.nan, math.nan]]), np.ones((3, 2)), [], 0.)
+    assert e.mixed_frac == .5                                      # one of the two that could be judged
 
 def test_v15_partial_credit_is_not_accuracy():
     e = Evaluation(np.array([[.01, .05, .125, .4, 1.]]), np.ones((1, 5)), [], 0.)
@@ -124,6 +154,38 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path):
 def test_empty_arms_and_seeds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="arms"): Experiment("99_c", WORLD, "chain-habits", {}, [0], out=tmp_path)
     with pytest.raises(ValueError, match="seeds"): Experiment("99_c", WORLD, "chain-habits", {"a": Method}, [], out=tmp_path)
+    with pytest.raises(ValueError, match="names one twice"): Experiment("99_c", WORLD, "chain-habits", {"a": Method}, [1, 1], out=tmp_path)
+    with pytest.raises(ValueError, match="make the same folder"): Experiment("99_c", WORLD, "chain-habits", {"a b": Method, "a/b": Method}, [1], out=tmp_path)
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(num_generations=1), "at least 2"), (dict(eval_every=0), "eval_every=0"), (dict(rollout_batches=0), "rollout_batches=0"),
+    (dict(budget=("token", 100)), "give \\('tokens', n\\)"), (dict(budget=("rollouts", 33)), "num_generations = 32"), (dict(settings=dict(learning_rate=1.)), "learning_rate.*its argument"),
+    (dict(settings=dict(num_iterations=3)), "PPO needs num_iterations=2, but the experiment has settings=.'num_iterations': 3"),
+    (dict(settings=dict(per_device_train_batch_size=4)), "per_device_train_batch_size=4 in 1 slices"), (dict(settings=dict(gradient_accumulation_steps=3)), "in 3 slices"),
+    (dict(settings=dict(steps_per_generation=2, gradient_accumulation_steps=8)), "gradient_accumulation_steps=8 does not divide the 2 slices")])
+def test_settings_that_contradict_are_refused_before_anything_runs(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words): Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method, "PPO": PPO}, [0], out=tmp_path, **{**SMALL, **changes}).run()
+    assert not list(tmp_path.glob("99_c/*"))
+
+def test_slices_leave_the_budget_as_it_is(tmp_path):
+    "Eight rollouts a batch, in two slices of four; once as one update, once as two."
+    for settings, updates in ((dict(gradient_accumulation_steps=2), 4), (dict(steps_per_generation=2, gradient_accumulation_steps=1), 8)):
+        run = Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, settings=settings, **SMALL).run().of("GRPO")[0]
+        assert run["updates"] == updates and [e["batch"] for e in run["evals"]] == [0, 2, 4]
+
+def test_a_token_budget_that_is_not_reached_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="of budget=.'tokens', 1000000.: it ended with rollout_batches=4"):
+        Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, **{**SMALL, "budget": ("tokens", 10**6)}).run()
+
+def test_an_experiment_refuses_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=2"): Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, **SMALL).run()
+
+def test_recipes_are_told_apart(tmp_path):
+    from dataclasses import replace
+    recipe = RECIPES["chain-habits"]
+    names = [Experiment("99_c", WORLD, r, {"GRPO": Method}, [0], out=tmp_path, **SMALL).policy_name for r in (recipe, replace(recipe, seed=recipe.seed + 1), "chain-habits")]
+    assert len(set(names)) == 3 and names[2] == "chain-habits"
 
 def test_arms_are_told_apart_by_their_settings():
     assert describe(Compose(PPO(lam=.9))) != describe(Compose(PPO(lam=.95)))
