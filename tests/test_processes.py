@@ -12,7 +12,6 @@ def launch(tmp_path, mode):
     run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(Path(__file__).parent/"two_processes.py"),
                           str(tmp_path/"policy"), str(tmp_path/"out"), mode], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
-    return run
 
 def test_t4_a_group_spread_over_two_processes_has_one_baseline(tmp_path):
     launch(tmp_path, "spread")
@@ -24,7 +23,15 @@ def test_t4_a_group_spread_over_two_processes_has_one_baseline(tmp_path):
     assert a["weights"] == b["weights"]                       # and make one update together
     assert a["devices"] <= 1 and b["devices"] <= 1
 
+def test_t1_two_processes_resume_each_with_their_own_rollouts(tmp_path):
+    launch(tmp_path, "resume")
+    a, b = (json.loads(Path(f"{tmp_path/'out'}-{rank}.json").read_text()) for rank in (0, 1))
+    assert {p.name for p in (tmp_path/"out"/"checkpoint-3").glob("*workbench.pt")} == {"workbench.pt", "1-workbench.pt"}
+    assert a["completions"] != b["completions"] and a["same"] and b["same"]
+    assert a["weights"] == a["again"] == b["weights"] == b["again"]
+    assert a["n_sampled"] == b["n_sampled"] and a["n_sampled"][0] == a["n_sampled"][1] > a["n_own"] + b["n_own"]     # tokens of both, two batches
+
 def test_a_method_that_sees_groups_refuses_to_have_them_spread(tmp_path):
-    run = launch(tmp_path, "refuse")
-    errors = [json.loads(line)["error"] for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(errors) == 2 and all("set per_device_train_batch_size" in e and "groups of num_generations=6" in e for e in errors)
+    launch(tmp_path, "refuse")
+    errors = [json.loads(Path(f"{tmp_path/'out'}-{rank}.json").read_text())["error"] for rank in (0, 1)]
+    assert all("set per_device_train_batch_size" in e and "groups of num_generations=6" in e for e in errors)
