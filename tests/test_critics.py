@@ -61,7 +61,7 @@ def test_unscored_rollouts_teach_nothing():
                         extras=dict(values=torch.zeros(3, 2), hidden=torch.arange(6.).view(3, 2, 1)))
     advantages = ppo.advantages(r, None)
     assert advantages.isfinite().all() and (advantages[1] == 0).all()
-    assert ppo.batch[0][:, 0].tolist() == [0., 1., 4., 5.]                # the tokens of the row between are not in the batch
+    assert ppo._batch[0][:, 0].tolist() == [0., 1., 4., 5.]                # the tokens of the row between are not in the batch
 
 
 def test_outcomes():

@@ -283,7 +283,7 @@ def test_i9_the_critic_and_the_advantages_see_kept_tokens_only(weights, tmp_path
     espo.monitor.statistics = RegretStatistics(.9, .2, 1.)
     class Ear(Method):
         def prepare(self, run): self.critic = run.method[PPO]
-        def advantages(self, rollouts, advantages): seen.append((rollouts, advantages, self.critic.batch)); return advantages
+        def advantages(self, rollouts, advantages): seen.append((rollouts, advantages, self.critic._batch)); return advantages
     run(weights, tmp_path, Compose(PPO(), espo, Ear()), updates=4, max_completion_length=16)
     assert any((r.stop == Stop.CUT).any() for r, *_ in seen)
     for r, advantages, (hidden, values, returns) in seen:
@@ -451,6 +451,6 @@ def test_what_tells_two_arms_apart_are_settings_not_state(weights, tmp_path):
     run(weights, tmp_path, method)
     assert describe(method) == fresh
     ppo, espo = fresh["parts"]
-    assert set(ppo) == {"name", "gamma", "lam", "learning_rate", "width", "wrong"}
+    assert set(ppo) == {"name", "gamma", "lam", "learning_rate", "steps", "width", "wrong"}
     assert set(espo) == {"name", "alpha", "alpha_stats", "clip", "epsilon", "probe_every", "probe_rollouts", "r_fail", "retroactive", "signal", "tau", "tau_share", "watch"}
     assert describe(Compose(PPO(), ESPO(tau=.3))) == fresh != describe(Compose(PPO(), ESPO()))

@@ -78,7 +78,7 @@ class PPO(Method):
                  width:int=128, value_clip:float|None=None, tokens_per_step:int|None=None):
         self.lam, self.gamma, self.wrong, self.learning_rate, self.steps = lam, gamma, wrong, learning_rate, steps
         self.width, self.value_clip, self.tokens_per_step = width, value_clip, tokens_per_step
-        self.head = self.optimizer = self.batch = None
+        self.head = self.optimizer = self._batch = None
         self._value_loss, self._explained, self._n_updates = None, None, 0   # of the current batch
     @property
     def value_loss(self): "The critic's loss on the newest batch, before it learned from it; None before the first."; return self._value_loss
@@ -105,21 +105,21 @@ class PPO(Method):
         values = rollouts.extras["values"]
         advantages, returns, mask = value_targets(rollouts.rewards, values, rollouts.policy_mask, self.gamma, self.lam)
         trained = mask.bool()
-        self.batch = rollouts.extras["hidden"][trained], values[trained], returns[trained]
+        self._batch = rollouts.extras["hidden"][trained], values[trained], returns[trained]
         self._explained = explained_variance(values, returns, mask).item()
         return advantages, mask
 
     def after_update(self, run):
-        if self.batch is None: self.targets(run.rollouts)   # resumed between two updates on one batch
+        if self._batch is None: self.targets(run.rollouts)   # resumed between two updates on one batch
         steps = self.steps[min(self._n_updates, len(self.steps) - 1)]
-        loss = fit_values(self.head, self.optimizer, *self.batch, steps, self.value_clip, self.tokens_per_step)
+        loss = fit_values(self.head, self.optimizer, *self._batch, steps, self.value_clip, self.tokens_per_step)
         if self._n_updates == 0: self._value_loss = loss
         self._n_updates += 1
 
     def state_dict(self): return dict(head=self.head.state_dict(), optimizer=self.optimizer.state_dict(), value_loss=self._value_loss, n_updates=self._n_updates)
     def load_state_dict(self, state):
         self.head.load_state_dict(state["head"]); self.optimizer.load_state_dict(state["optimizer"])
-        self._value_loss, self._n_updates, self.batch = state["value_loss"], state["n_updates"], None
+        self._value_loss, self._n_updates, self._batch = state["value_loss"], state["n_updates"], None
     def metrics(self): return {k: v for k, v in dict(value_loss=self._value_loss, explained_variance=self._explained).items() if v is not None and v == v}
 
 # %% ../../nbs/toolbox/critics.ipynb #153d4b42
