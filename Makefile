@@ -1,17 +1,18 @@
 # The two commands of a fresh machine: `make run` (ESPO against PPO, a few minutes) and `make test`.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+WORKERS ?= 2
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: run test lab bench notebooks export clean
+.PHONY: run test lab bench export clean
 
 # Installed once; again when the requirements change. torch comes first and pinned, or pip would take a CUDA build of several GB.
 $(VENV)/.installed: settings.ini setup.py
 	@echo "Installing into $(VENV) (a few minutes, once)"
-	command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 or newer, or name one with make PYTHON=python3"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: install it, or name one with make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { echo "making $(VENV) failed: the module venv of $(PYTHON) is needed (on Debian: the package python3-venv)"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
@@ -25,7 +26,7 @@ run: $(VENV)/.installed
 	@$(BIN)/rlw run 07_espo --scale cpu
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n 2 tests
+	@$(BIN)/python -m pytest -n $(WORKERS) tests
 
 lab: $(VENV)/.installed-dev
 	@$(BIN)/jupyter lab nbs
@@ -34,7 +35,7 @@ bench: $(VENV)/.installed-dev
 	@$(BIN)/python tests/bench.py
 
 export: $(VENV)/.installed-dev
-	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export
+	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export && $(BIN)/rlw readme
 
 clean:
 	rm -rf runs results/*/ build dist *.egg-info
