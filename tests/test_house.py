@@ -169,7 +169,7 @@ def settings():
 
 def test_n9_notebook_tools_are_pinned_as_a_set():
     from packaging.requirements import Requirement
-    wanted = {r.name: r.specifier for r in map(Requirement, settings()["dev_requirements"].split())}
+    wanted = {r.name: r.specifier for r in map(Requirement, f"{settings()['requirements']} {settings()['dev_requirements']}".split())}
     assert str(wanted["nbdev"]) == "==2.4.14" and str(wanted["execnb"]) == "==0.1.18"
     assert not wanted["fastcore"].contains("2.0.0") and not wanted["ghapi"].contains("2.0.0")
     assert settings()["allowed_cell_metadata_keys"] == "tags"        # without it the cleaner takes papermill's tag away
