@@ -4,7 +4,7 @@
 
 # %% ../nbs/core/experiment.ipynb #acc0e24b
 from __future__ import annotations
-import hashlib, importlib, inspect, json, math, os, platform, shutil, sys, time, warnings
+import ctypes, hashlib, importlib, inspect, json, math, os, platform, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +128,11 @@ def machine()->dict:
     return {"cores": cores, "memory_gib": memory, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
 
 # %% ../nbs/core/experiment.ipynb #3fc09558
+def _give_back_memory():
+    "Batches of ever other sizes leave glibc's heap full of holes: a long experiment would grow by 0.3 GB a run without a leak anywhere."
+    try: ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError): pass      # another C library
+
 class _Watch(TrainerCallback):
     "Evaluates between batches of rollouts, moves the progress bar, ends the run when the token budget is spent."
     def __init__(self, experiment, trainer_box, evals, folder, bar, label, began):
@@ -145,6 +150,7 @@ class _Watch(TrainerCallback):
             self.evals[batch] = _measured(result, batch, state.global_step, trainer.n_sampled)
             write_json(self.folder/"evals.json", list(self.evals.values()))
             write_json(self.folder/"seconds.json", {"seconds": time.time() - self.began})
+            _give_back_memory()
         if spent: control.should_training_stop = True
         if spent or batch == e.rollout_batches: control.should_save = False   # the finished run is stored; resumed from here it would train on
 
