@@ -100,7 +100,7 @@ def write_json(path, data):
 
 def writable_folder(out)->Path:
     "Make the folder `out` and try to write in it. OSError that names the setting, before any work is done."
-    out = Path(out).expanduser()
+    out = Path(out).expanduser().absolute()      # the run stays where it began, whatever the working directory becomes
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out/f".write-{os.getpid()}"; probe.write_bytes(b"0"*4096); probe.unlink()
@@ -170,6 +170,7 @@ class Experiment:
                  out="runs", module:str|None=None, # module whose hash is stored
                  settings:dict|None=None):   # further settings of `GRPOConfig`
         if not arms: raise ValueError("arms={} is empty: name at least a baseline")
+        if chapter != Path(chapter).name: raise ValueError(f"chapter={chapter!r} is the name of a folder below `out`: it may not hold separators")
         self.chapter, self.world, self.arms, self.seeds = chapter, world, dict(arms), [int(s) for s in seeds]
         if not self.seeds: raise ValueError("seeds is empty: name at least one seed")
         if len(set(self.seeds)) < len(self.seeds): raise ValueError(f"seeds={self.seeds} names one twice: it would count as two")
@@ -226,7 +227,10 @@ class Experiment:
         "The finished run of an arm that comes earlier. LookupError where there is none yet."
         path = self.run_folder(arm, seed)/"run.json"
         if not path.exists(): raise LookupError(f"the arm {arm!r} with seed {seed} has not run yet: name it before the arms that read it")
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if arm in self.arms and found["identity"] != json.loads(json.dumps(self._identity(arm, seed))):
+            raise LookupError(f"what is stored of the arm {arm!r} with seed {seed} has other settings: run it first, before the arms that read it")
+        return found
     def _identity(self, arm, seed):
         "What must be equal for a stored run to count as this one."
         return dict(arm=arm, seed=seed, world=self.world.name, dials={k: repr(v) for k, v in sorted(self.world.dials.items())}, policy=self.policy_name, rollout_batches=self.rollout_batches,
@@ -247,11 +251,23 @@ class Experiment:
         held = json.loads(mark.read_text(encoding="utf-8")) if mark.exists() else None
         if folder.exists() and held != identity:
             if held is not None: shutil.rmtree(aside(held), ignore_errors=True); os.replace(folder, aside(held))
-            else: shutil.rmtree(folder)                 # nothing had begun
+            elif any(folder.iterdir()): os.replace(folder, folder.with_name(f"{folder.name}@unknown-{time.time_ns()}"))   # not ours to delete
+            else: folder.rmdir()
         if not folder.exists() and wanted.exists(): os.replace(wanted, folder)
         folder.mkdir(parents=True, exist_ok=True); write_json(mark, identity)
 
     def _one(self, arm, seed, bar):
+        "One run, with its folder to itself: a second process waits."
+        from filelock import FileLock, Timeout
+        locks = self.folder.parent/".locks"; locks.mkdir(exist_ok=True)      # not in the folder itself, which may be put aside
+        lock = FileLock(locks/f"{self.chapter}-{self._slug(arm)}-{seed}.lock")
+        try: lock.acquire(blocking=False)
+        except Timeout:
+            bar.write(f"{arm}, seed {seed}: another process works in {str(self.run_folder(arm, seed))!r}; waiting for it", file=sys.stderr); lock.acquire()
+        try: return self._run_one(arm, seed, bar)
+        finally: lock.release()
+
+    def _run_one(self, arm, seed, bar):
         folder, method = self.run_folder(arm, seed), self.method(arm, seed)
         identity, done, settings = self._identity(arm, seed), folder/"run.json", self.training_settings(method)
         self._make_room(folder, identity)

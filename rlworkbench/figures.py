@@ -118,8 +118,9 @@ def _end_labels(ax, ends): # ends: (x, y, text, colour), placed apart from each 
     for x, y, text, colour in sorted(ends, key=lambda e: e[1]):
         placed.append((max(y, placed[-1][0]+gap) if placed else y, x, text, colour))
     over = max(0., placed[-1][0]-high) if placed else 0.
+    edge = max((e[0] for e in ends), default=0.)              # right of every line, or a name would stand on another arm
     for y, x, text, colour in placed:
-        ax.annotate(text, (x, y-over), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour, annotation_clip=False,
+        ax.annotate(text, (edge, y-over), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour, annotation_clip=False,
                     bbox=dict(facecolor="white", edgecolor="none", alpha=.85, pad=.8))
 
 def _line(ax, x, mean, low, high, look, shade):

@@ -17,7 +17,7 @@ import click
 
 from .notebooks import (check_parameters, find_notebook, known_parameters, list_notebooks, module_path, parse_value,
                                    read_notebook, readme, source_hash, with_outputs, write_notebook)
-from .papers import CHAPTERS, PAPERS, find_root, state
+from .papers import CHAPTERS, PAPERS, find_root, paper, state
 
 # %% ../nbs/core/jobs.ipynb #06f03492
 PEOPLE = ("jobs", "kernels", "report", "notebooks", "figures", "papers")   # rooms that no result depends on
@@ -212,6 +212,9 @@ def _interrupt(*_): raise KeyboardInterrupt
 def _find(name):
     "The notebook and its checkout: a path belongs to the checkout that it lies in, a name to the one around the working directory."
     root = find_root(Path(name).resolve().parent if name.endswith(".ipynb") else None)
+    try: asked = paper(name)
+    except ValueError: asked = None
+    if asked and not (root/asked.notebook).exists(): raise click.ClickException(f"{asked.number:02d} {asked.name} is planned: its chapter is not written yet. `rlw list` shows those that are")
     return find_notebook(name, root), root
 
 def _options(scale):
@@ -223,14 +226,17 @@ def _options(scale):
                        click.option("--threads", type=click.IntRange(1), help="Threads of each notebook."),
                        click.option("--out", type=click.Path(path_type=Path), help="Where it goes, instead of runs/."),
                        click.option("--model", help="A hub model, a folder, or a recipe."),
-                       click.option("--scale", default=scale, help="smoke, cpu, claim or gpu.")): f = option(f)
+                       click.option("--scale", default=scale, help="smoke, cpu, claim or gpu (not every chapter has all).")): f = option(f)
         return f
     return add
 
 def _given(scale, model, typed, raw, **more):
     "The parameters that were set on the command line."
     named = {k: v for k, v in dict(scale=scale, model=model, **more).items() if v is not None}
-    return named | {k: parse_value(v) for k, v in typed} | dict(raw)
+    given = named | {k: parse_value(v) for k, v in typed} | dict(raw)
+    folder = Path(str(given.get("model") or "")).expanduser()
+    if given.get("model") and folder.is_dir(): given["model"] = str(folder.resolve())     # the notebook runs in a folder of its own
+    return given
 
 @main.command("list")
 @click.option("--all", "every", is_flag=True, help="Also the notebooks that are no chapters.")
@@ -267,7 +273,7 @@ def run(name, scale, model, out, threads, fresh, typed, raw, seed, cwd):
 
 @main.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option("--seeds", default="0..2", show_default=True, help="0..4 or 0,2,5.")
+@click.option("--seeds", default="0..2", show_default=True, help="0..4 or 0,2,5: first seeds; a chapter may use several from each.")
 @_options("claim")
 @click.option("--jobs", "at_a_time", type=click.IntRange(1), default=1, show_default=True, help="How many side by side.")
 def sweep(names, seeds, scale, model, out, threads, fresh, typed, raw, at_a_time):

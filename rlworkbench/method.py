@@ -29,7 +29,7 @@ class Step:
 
 # %% ../nbs/core/method.ipynb #afc22262
 class Method:
-    "Nine stages that change nothing: GRPO. A method overrides the one or two that it is about."
+    "Nine stages that change nothing: GRPO. A method overrides those that it is about."
     training:dict = {}        # trainer settings this method needs, by their `GRPOConfig` names
     replaces:tuple = ()       # stages it takes over instead of refining; two owners of one stage conflict
     wants:tuple = ()          # what `Step` shall carry beyond log-probs: "hidden"

@@ -49,6 +49,8 @@ def training_config(out,                      # folder for checkpoints
                     **settings,               # any other setting of `GRPOConfig`
                    )->GRPOConfig:
     "A `GRPOConfig` with one batch of rollouts an update and defaults that suit small policies."
+    for name, n in dict(updates=updates, num_problems=num_problems, max_completion_length=max_completion_length).items():
+        if n < 1: raise ValueError(f"{name}={n}: at least 1 is needed")
     batch = settings.pop("per_device_train_batch_size", num_problems*num_generations)
     check_sizes(batch*settings.get("steps_per_generation", settings.get("gradient_accumulation_steps", 1)), num_generations)
     defaults = dict(bf16=False, gradient_checkpointing=False, lr_scheduler_type="constant", beta=0., temperature=1., loss_type="bnpo",
@@ -148,7 +150,14 @@ def _crop(rollouts, columns):
     fields = {k: v if k in ("prompt_ids", "prompt_mask", "extras") else narrow(v) for k, v in rollouts.fields().items()}
     return Rollouts(**{**fields, "extras": {k: narrow(v) for k, v in rollouts.extras.items()}})
 
+def _check_finite(run, total, stages, mask):
+    "A loss that is not finite would destroy the weights, and the log would call it 0: it is refused before the update."
+    if torch.isfinite(total): return
+    bad = [f"`{name}`" for name, x in stages.items() if not torch.isfinite(x[mask.bool()]).all()] or ["`auxiliary_loss`"]
+    raise ValueError(f"the loss of update {run.state.global_step + 1} is not finite ({run.method.name}, stage {', '.join(bad)}); the weights are still as they were before it")
+
 def _check_stage(name, got, want):
+    if not torch.is_tensor(got): raise ValueError(f"the stage `{name}` gave {type(got).__name__}, a tensor of shape {tuple(want.shape)} is needed: does it return what it was given?")
     if got.shape != want.shape: raise ValueError(f"the stage `{name}` gave shape {tuple(got.shape)}, {'(B, T)' if want.dim() == 2 else '(B,)'} = {tuple(want.shape)} is needed")
 
 # %% ../nbs/core/trainer.ipynb #e5d1ec01
@@ -168,7 +177,7 @@ class Trainer(GRPOTrainer):
         if kwargs.get("eval_dataset") is not None: raise ValueError("eval_dataset is not used here: judge a policy with `rlworkbench.experiment.evaluate`, which leaves the run as it was")
         _check_settings(args, self.method)
         for name, value in self.method.training.items():
-            if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}")
+            if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}: make them with training_config(out, **method.training)")
         self.problems, self.n_sampled, self.rollouts, self.verified, self._hidden = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None, None
         self.args, self.sampler = args, None
         self.method.prepare(self)
@@ -248,6 +257,7 @@ class Trainer(GRPOTrainer):
     def _select(self, out, rollouts, advantages, mask):
         chosen = self.method.select(rollouts, advantages, mask.clone())
         _check_stage("select", chosen, mask)
+        if not ((chosen == 0) | (chosen == 1)).all(): raise ValueError("the stage `select` must give a mask of 0 and 1")
         chosen = chosen.to(mask.dtype)
         if (chosen > mask).any(): raise ValueError("the stage `select` chose tokens that are not trained: it may only take away from `mask`")
         self.log_metric("selected_frac", chosen.sum()/mask.sum().clamp(min=1))
@@ -314,6 +324,7 @@ class Trainer(GRPOTrainer):
         if extra is not None:
             self.log_metric("auxiliary_loss", extra.detach())
             total = total + extra/parts
+        _check_finite(self, total, {"advantages": step.advantages, "token_loss": loss.detach()}, step.mask)
         self.log_metric("entropy", masked_mean(step.entropies, step.mask))
         ratio = self._ratio(step).detach()
         clipped = ((ratio < 1 - self.epsilon_low) & (step.advantages < 0)) | ((ratio > 1 + self.epsilon_high) & (step.advantages > 0))

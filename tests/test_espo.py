@@ -364,7 +364,10 @@ def test_value_arm_stops_at_the_rate_that_it_is_given(weights, tmp_path):
 
 
 def test_what_espo_cannot_work_with_is_refused(weights, tmp_path):
-    with pytest.raises(ValueError, match="set max_steps"): run(weights, tmp_path, Compose(PPO(), ESPO()), updates=-1)
+    method = Compose(PPO(), ESPO())
+    def prepare(**args): method[ESPO].prepare(SimpleNamespace(method=method, args=SimpleNamespace(**{**dict(max_steps=10, world_size=1), **args})))
+    with pytest.raises(ValueError, match="set max_steps"): prepare(max_steps=-1)
+    with pytest.raises(ValueError, match="world_size=2"): prepare(world_size=2)
 
 
 def test_shadow_goes_on_from_the_cut(weights):

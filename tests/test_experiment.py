@@ -198,3 +198,26 @@ def test_the_module_hash_sees_code_and_not_comments(tmp_path, monkeypatch):
     file.write_text("# one\nx = 1\n"); first = module_hash("some_module")
     file.write_text("# two\n\nx = 1\n"); assert module_hash("some_module") == first
     file.write_text("x = 2\n"); assert module_hash("some_module") != first
+
+def test_two_processes_in_one_folder_wait_for_each_other_and_keep_their_results_apart(tmp_path):
+    script = textwrap.dedent(f"""
+        import json, sys
+        from rlworkbench.experiment import Experiment
+        from rlworkbench.method import Method
+        from rlworkbench.worlds.chain import Chain
+        r = Experiment("99_c", Chain(steps=3), "chain-habits", {{"GRPO": Method}}, [0], out=sys.argv[1], learning_rate=float(sys.argv[2]), **{SMALL!r}).run()
+        print(json.dumps([r.of("GRPO")[0]["identity"]["learning_rate"], r.of("GRPO")[0]["n_sampled"]]))
+    """)
+    jobs = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), rate], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rate in ("1e-4", "2e-3")]
+    outs = [job.communicate(timeout=240) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outs
+    assert [json.loads(out)[0] for out, _ in outs] == [1e-4, 2e-3]
+    assert len(list((tmp_path/"99_c").glob("GRPO-0*/run.json"))) == 2                    # one of them was put aside, none is lost
+
+def test_a_folder_that_is_not_a_run_is_put_aside_and_not_deleted(tmp_path):
+    mine = tmp_path/"99_c"/"GRPO-0"; mine.mkdir(parents=True); (mine/"notes.txt").write_text("mine")
+    Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, **SMALL).run()
+    assert [p.read_text() for p in (tmp_path/"99_c").glob("GRPO-0@unknown-*/notes.txt")] == ["mine"]
+
+def test_a_chapter_cannot_leave_its_folder(tmp_path):
+    with pytest.raises(ValueError, match="separators"): Experiment("../evil", WORLD, "chain-habits", {"GRPO": Method}, [0], out=tmp_path, **SMALL)

@@ -323,3 +323,14 @@ def test_n11_conflict_markers_are_named(checkout, make_notebook):
     path.write_text("<<<<<<< HEAD\n" + path.read_text())
     r = rlw("run", "espo", cwd=checkout)
     assert r.returncode == 2 and "07_espo.ipynb is not a readable notebook" in r.stdout
+
+def test_a_planned_chapter_says_so(root):
+    run = rlw("run", "8", cwd=root)
+    assert run.returncode != 0 and "08 CorVer is planned: its chapter is not written yet" in run.stdout
+
+def test_a_model_folder_is_meant_from_where_the_command_was_given(tmp_path, monkeypatch):
+    from rlworkbench.jobs import _given
+    (tmp_path/"my model").mkdir(); monkeypatch.chdir(tmp_path)
+    assert _given("smoke", "./my model", (), ()) == {"scale": "smoke", "model": str(tmp_path/"my model")}
+    assert _given(None, None, (("model", "my model"),), ())["model"] == str(tmp_path/"my model")
+    assert _given(None, "chain-habits", (), ()) == {"model": "chain-habits"}

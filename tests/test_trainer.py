@@ -188,6 +188,25 @@ def test_rewards_changed_in_place_leave_the_verdicts(policy, tmp_path):
     trainer = ours(policy, config(tmp_path), Shift()); gradients(trainer)
     assert torch.equal(trainer.rollouts.rewards, trainer.verified - 10) and trainer.verified.min() >= 0
 
+class Broken(Method):
+    "Gives what it is told to at one stage, from the second update on."
+    def __init__(self, stage, value): self.stage, self.value, self.n = stage, value, 0
+    def after_update(self, run): self.n += 1
+    def _maybe(self, stage, plain): return self.value(plain) if self.n and stage == self.stage else plain
+    def advantages(self, rollouts, advantages): return self._maybe("advantages", advantages)
+    def select(self, rollouts, advantages, mask): return self._maybe("select", mask)
+    def token_loss(self, step, loss): return self._maybe("token_loss", loss)
+    def auxiliary_loss(self, step): return self._maybe("auxiliary_loss", step.logps.sum()*0)
+
+@pytest.mark.parametrize("stage, value, message", [
+    ("advantages", lambda x: x*math.nan, "loss of update 2 is not finite .*stage `advantages`"), ("token_loss", lambda x: x*math.inf, "stage `token_loss`"),
+    ("auxiliary_loss", lambda x: x*math.nan, "stage `auxiliary_loss`"), ("token_loss", lambda x: None, "the stage `token_loss` gave NoneType"),
+    ("select", lambda x: x*.5, "the stage `select` must give a mask of 0 and 1")])
+def test_a_broken_stage_is_named_before_it_reaches_the_weights(policy, tmp_path, stage, value, message):
+    trainer = ours(policy, config(tmp_path, updates=3), Broken(stage, value))
+    with pytest.raises(ValueError, match=message): trainer.train()
+    assert trainer.state.global_step == 1 and all(p.isfinite().all() for p in policy.model.parameters())
+
 # ---------------------------------------------------------------- rewards
 def test_t6_every_reward_sees_its_own_row(policy, tmp_path):
     seen = []
@@ -392,6 +411,10 @@ def test_t3_sizes_that_do_not_fit_are_refused_with_sizes_that_do(tmp_path):
     with pytest.raises(ValueError, match="batch of 6 rollouts .* num_generations=4: use num_generations=2 or 3 or 6, or a batch size of 4 or 8"): check_sizes(6, 4)
     with pytest.raises(ValueError, match="at least 2"): check_sizes(4, 1)
     with pytest.raises(ValueError, match="batch of 7"): training_config(tmp_path, per_device_train_batch_size=7, num_generations=4)
+
+def test_runs_of_no_length_are_refused(tmp_path):
+    for name in ("updates", "num_problems", "max_completion_length"):
+        with pytest.raises(ValueError, match=f"{name}=0: at least 1"): training_config(tmp_path, **{name: 0})
 
 def test_a_dataset_without_prompt_is_refused(policy, tmp_path):
     with pytest.raises(ValueError, match="no column `prompt`, only question, answer"):
