@@ -212,10 +212,12 @@ def _interrupt(*_): raise KeyboardInterrupt
 def _find(name):
     "The notebook and its checkout: a path belongs to the checkout that it lies in, a name to the one around the working directory."
     root = find_root(Path(name).resolve().parent if name.endswith(".ipynb") else None)
-    try: asked = paper(name)
-    except ValueError: asked = None
-    if asked and not (root/asked.notebook).exists(): raise click.ClickException(f"{asked.number:02d} {asked.name} is planned: its chapter is not written yet. `rlw list` shows those that are")
-    return find_notebook(name, root), root
+    try: return find_notebook(name, root), root
+    except FileNotFoundError:                            # not there: perhaps because it is still to be written
+        try: asked = paper(name)
+        except ValueError: asked = None
+        if asked is None or (root/asked.notebook).exists(): raise
+    raise click.ClickException(f"{asked.number:02d} {asked.name} is planned: its chapter is not written yet. `rlw list` shows those that are")
 
 def _options(scale):
     "The options that `run` and `sweep` have in common."
