@@ -1,8 +1,9 @@
 "Cutting rollouts: beyond the examples of nbs/toolbox/cutting.ipynb. Cuts of a sampler and of a training run are in test_espo.py."
 import pytest
 import torch
-from rlworkbench.rollouts import Rollouts, Stop
-from rlworkbench.toolbox.cutting import can_stop, cut_rollouts, level_for, random_stops, saved_frac, top
+from rlworkbench.rollouts import Rollouts, Stop, TorchSampler
+from rlworkbench.toolbox.cutting import can_stop, cut_rollouts, level_for, random_stops, saved_frac, shadow, top
+from tiny import LETTERS, constant_model, letters
 
 
 def test_cut_rollouts_leaves_other_rows_alone():
@@ -53,3 +54,14 @@ def test_level_stops_its_share(rate):
 def test_the_end_token_is_never_a_place_to_stop(length):
     mask = torch.cat([torch.ones(2, length), torch.zeros(2, 3)], 1)
     assert can_stop(mask, torch.tensor([True, False])).sum(1).tolist() == [length - 1, length]
+
+
+def test_a_cut_rollout_whose_prompt_no_longer_fits_is_not_taken_as_continued():
+    # context 18; the longest tail is 8 - 1 = 7 tokens, so 18 - 7 = 11 are left for prompt and prefix: 4 + 1 fit, 10 + 6 do not
+    logits = [0.]*(len(LETTERS) + 3); logits[2] = 30.                           # it ends at once
+    sampler = TorchSampler(constant_model(logits, context=18), letters(), max_new_tokens=8)
+    long, wide = torch.full((2, 10), 4), torch.full((2, 6), 5)
+    seen = torch.tensor([[0]*6 + [1]*4, [1]*10]); written = torch.tensor([[1, 0, 0, 0, 0, 0], [1]*6])
+    r = Rollouts(long*seen, seen, wide*written, written, written, -torch.ones(2, 6)*written, torch.arange(2), torch.zeros(2), torch.full((2,), int(Stop.CUT)), completions=["c", "cccccc"])
+    texts, whole = shadow(sampler, r, torch.tensor([0, 1]))
+    assert whole == [True, False] and texts[0] == "c"
