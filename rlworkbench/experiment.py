@@ -4,7 +4,7 @@
 
 # %% ../nbs/core/experiment.ipynb #acc0e24b
 from __future__ import annotations
-import ctypes, hashlib, importlib, inspect, json, math, os, platform, shutil, sys, time, warnings
+import ctypes, functools, hashlib, importlib, inspect, json, math, os, platform, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,8 +135,8 @@ def _give_back_memory():
 
 class _Watch(TrainerCallback):
     "Evaluates between batches of rollouts, moves the progress bar, ends the run when the token budget is spent."
-    def __init__(self, experiment, trainer_box, evals, folder, bar, label, began):
-        self.e, self.box, self.evals, self.folder, self.bar, self.label, self.began = experiment, trainer_box, evals, folder, bar, label, began
+    def __init__(self, experiment, trainer_box, evals, folder, bar, arm, seed, began):
+        self.e, self.box, self.evals, self.folder, self.bar, self.arm, self.label, self.began = experiment, trainer_box, evals, folder, bar, arm, f"{arm}, seed {seed}", began
     def on_step_end(self, args, state, control, **kwargs):
         trainer, e = self.box[0], self.e
         per_batch = trainer.num_iterations*args.steps_per_generation//args.gradient_accumulation_steps
@@ -146,7 +146,7 @@ class _Watch(TrainerCallback):
         self.bar.update(1)
         self.bar.set_postfix_str(f"{self.label} · batch {batch} · reward {nanmean(trainer.verified.tolist()):.2f} · {trainer.n_sampled/1000:.0f}k tokens")
         if batch % e.eval_every == 0 or batch == e.rollout_batches or spent:
-            result = evaluate(trainer.policy, e.world, e.test_problems, samples=e.eval_samples, max_completion_length=e.max_completion_length)
+            result = evaluate(trainer.policy, trainer.world, e.tests(self.arm), samples=e.eval_samples, max_completion_length=e.max_completion_length)
             self.evals[batch] = _measured(result, batch, state.global_step, trainer.n_sampled)
             write_json(self.folder/"evals.json", list(self.evals.values()))
             write_json(self.folder/"seconds.json", {"seconds": time.time() - self.began})
@@ -168,21 +168,26 @@ class Experiment:
                  max_completion_length:int=96, budget:tuple|None=None, # ("tokens", n): a run ends once it has sampled them, at the latest after `rollout_batches`
                  eval_problems:int=256, eval_samples:int=8, eval_every:int=10, # batches between evaluations
                  out="runs", module:str|None=None, # module whose hash is stored
-                 settings:dict|None=None):   # further settings of `GRPOConfig`
+                 settings:dict|None=None,    # further settings of `GRPOConfig`
+                 policies:dict|None=None,    # arm → policy, for arms that start from another one
+                 worlds:dict|None=None):     # arm → world, for arms that are trained and judged in another one; its test problems are paired by number
         if not arms: raise ValueError("arms={} is empty: name at least a baseline")
         if chapter != Path(chapter).name: raise ValueError(f"chapter={chapter!r} is the name of a folder below `out`: it may not hold separators")
         self.chapter, self.world, self.arms, self.seeds = chapter, world, dict(arms), [int(s) for s in seeds]
         if not self.seeds: raise ValueError("seeds is empty: name at least one seed")
         if len(set(self.seeds)) < len(self.seeds): raise ValueError(f"seeds={self.seeds} names one twice: it would count as two")
-        self.make_policy = policy if callable(policy) else (lambda: load_policy(policy))
-        self.policy_name = f"{policy.name} {policy.key()}" if isinstance(policy, Recipe) else getattr(policy, "__name__", str(policy))   # a function is told apart by its name alone
+        for name, per_arm in (("policies", policies), ("worlds", worlds)):
+            if unknown := set(per_arm or {}) - set(arms): raise ValueError(f"{name} names {', '.join(sorted(unknown))}, which is no arm; the arms are {', '.join(arms)}")
+        self.policies = {a: (policies or {}).get(a, policy) for a in self.arms}
+        self.worlds = {a: (worlds or {}).get(a, world) for a in self.arms}
         self.rollout_batches, self.num_problems, self.num_generations = rollout_batches, num_problems, num_generations
         self.learning_rate, self.max_completion_length, self.settings = learning_rate, max_completion_length, dict(settings or {})
         self.budget = tuple(budget or ("rollouts", rollout_batches*num_problems*num_generations))
         self.eval_samples, self.eval_every, self.module = eval_samples, eval_every, module
         self._check(eval_problems)
-        self.test_problems = world.problems(eval_problems, seed=0, split="test")
-        self.folder = writable_folder(Path(out)/chapter)
+        self.test_problems = self._problems(world, eval_problems)
+        self._tests = {id(w): self._problems(w, eval_problems) for w in self.worlds.values() if w is not world} | {id(world): self.test_problems}
+        self._starts, self.folder = {}, writable_folder(Path(out)/chapter)
 
     def _check(self, eval_problems):
         "ValueError before anything is loaded."
@@ -198,13 +203,27 @@ class Experiment:
         if own: raise ValueError(f"settings={{{sorted(own)[0]!r}: …}} is the experiment's own: set it by its argument of the same name, if there is one")
         if len({self._slug(a) for a in self.arms}) < len(self.arms): raise ValueError(f"arms={list(self.arms)}: two of these names make the same folder")
     @staticmethod
+    def _problems(world, n): return world.problems(n, seed=0, split="test")
+    def tests(self, arm)->list: return self._tests[id(self.worlds[arm])]
+    def make_policy(self, arm=None):
+        "A fresh policy for one run of `arm` (default: the baseline)."
+        policy = self.policies[arm or self.baseline]
+        return policy() if callable(policy) else load_policy(policy)
+    def _policy_name(self, arm):
+        policy = self.policies[arm]
+        return f"{policy.name} {policy.key()}" if isinstance(policy, Recipe) else getattr(policy, "__name__", str(policy))   # a function is told apart by its name alone
+    @staticmethod
     def _slug(arm): return arm.replace("/", "_").replace(" ", "_")
     def training_settings(self, method)->dict:
         "Settings of `GRPOConfig` for a run of `method`. ValueError where the experiment's own contradict what the method needs, or the batch does not divide."
         for name, value in method.training.items():
             if self.settings.get(name, value) != value:
                 raise ValueError(f"{method.name} needs {name}={value}, but the experiment has settings={{{name!r}: {self.settings[name]!r}}}: leave it out there, or give the method another `training`")
-        s, rollouts = {**self.settings, **method.training}, self.num_problems*self.num_generations
+        s = {"num_generations": self.num_generations, **self.settings, **method.training}
+        rollouts = self.num_problems*s["num_generations"]
+        check_sizes(rollouts, s["num_generations"])
+        if s["num_generations"] != self.num_generations and self.budget[0] != "tokens":
+            raise ValueError(f"{method.name} needs num_generations={s['num_generations']}, the other arms have {self.num_generations}: at equal rollouts they cannot be compared; set budget=('tokens', n)")
         parts = s.get("steps_per_generation", s.get("gradient_accumulation_steps", 1))   # slices that one batch of rollouts is trained in
         s.setdefault("per_device_train_batch_size", rollouts//parts)
         if s["per_device_train_batch_size"]*parts != rollouts:
@@ -233,16 +252,18 @@ class Experiment:
         return found
     def _identity(self, arm, seed):
         "What must be equal for a stored run to count as this one."
-        return dict(arm=arm, seed=seed, world=self.world.name, dials={k: repr(v) for k, v in sorted(self.world.dials.items())}, policy=self.policy_name, rollout_batches=self.rollout_batches,
+        return dict(arm=arm, seed=seed, world=self.worlds[arm].name, dials={k: repr(v) for k, v in sorted(self.worlds[arm].dials.items())}, policy=self._policy_name(arm), rollout_batches=self.rollout_batches,
                     num_problems=self.num_problems, num_generations=self.num_generations, learning_rate=self.learning_rate, max_completion_length=self.max_completion_length,
                     budget=list(self.budget), eval_problems=len(self.test_problems), eval_samples=self.eval_samples, eval_every=self.eval_every,
                     settings={k: repr(v) for k, v in sorted(self.settings.items())}, method=describe(self.method(arm, seed)), module=self.module and module_hash(self.module))
 
-    def start(self)->Evaluation:
-        "The policy before any training, on the test problems."
-        if not hasattr(self, "_start"):
-            self._start = evaluate(self.make_policy(), self.world, self.test_problems, samples=self.eval_samples, max_completion_length=self.max_completion_length)
-        return self._start
+    def start(self, arm=None)->Evaluation:
+        "The policy of `arm` (default: the baseline) before any training, on the test problems."
+        arm = arm or self.baseline
+        key = self._policy_name(arm), id(self.worlds[arm])
+        if key not in self._starts:
+            self._starts[key] = evaluate(self.make_policy(arm), self.worlds[arm], self.tests(arm), samples=self.eval_samples, max_completion_length=self.max_completion_length)
+        return self._starts[key]
 
     def _make_room(self, folder, identity):
         "What `folder` holds of other settings goes aside; what was put aside of these comes back."
@@ -273,10 +294,10 @@ class Experiment:
         self._make_room(folder, identity)
         if done.exists():
             bar.update(self.rollout_batches); return json.loads(done.read_text(encoding="utf-8"))
-        policy, start = self.make_policy(), self.start()
-        problems = self.world.problems(self.rollout_batches*self.num_problems, seed=seed, split="train")
+        policy, start, world = self.make_policy(arm), self.start(arm), self.worlds[arm]
+        problems = world.problems(self.rollout_batches*self.num_problems, seed=seed, split="train")
         per_batch = self._slices(settings)//settings.get("gradient_accumulation_steps", 1)
-        args = training_config(folder, num_problems=self.num_problems, num_generations=self.num_generations, updates=self.rollout_batches*per_batch, seed=seed,
+        args = training_config(folder, num_problems=self.num_problems, updates=self.rollout_batches*per_batch, seed=seed,
                                learning_rate=self.learning_rate, max_completion_length=self.max_completion_length, save_steps=self.eval_every*per_batch, **settings)
         checkpoint = latest_checkpoint(folder)
         evals, began = {0: _measured(start, 0, 0, 0)}, time.time()
@@ -287,7 +308,7 @@ class Experiment:
             bar.update(update//per_batch)
             bar.write(f"{arm}, seed {seed}: resumes after batch {update//per_batch}", file=sys.stderr)
         box = []
-        box.append(Trainer(policy, self.world, problems, method, args, callbacks=[_Watch(self, box, evals, folder, bar, f"{arm}, seed {seed}", began)]))
+        box.append(Trainer(policy, world, problems, method, args, callbacks=[_Watch(self, box, evals, folder, bar, arm, seed, began)]))
         box[0].train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         log = [{k: v for k, v in entry.items() if v is None or isinstance(v, (int, float)) and math.isfinite(v)} for entry in box[0].state.log_history if "loss" in entry]
         result = dict(identity=identity, arm=arm, seed=seed, n_sampled=box[0].n_sampled, updates=box[0].state.global_step, per_batch=per_batch,
@@ -313,11 +334,23 @@ class Experiment:
 # %% ../nbs/core/experiment.ipynb #0d24dc13
 def _takes_seed(make): return not isinstance(make, type) and any(p.default is p.empty for p in inspect.signature(make).parameters.values())
 
+def _plain(v): # what JSON can hold of a setting; None: nothing that would be the same in the next process
+    if isinstance(v, float) and not math.isfinite(v): return repr(v)
+    if isinstance(v, (bool, int, float, str)): return v
+    if isinstance(v, (list, tuple)): return [_plain(x) for x in v]
+    if isinstance(v, dict): return {str(k): _plain(x) for k, x in sorted(v.items(), key=lambda kx: str(kx[0]))}
+    if isinstance(v, (torch.Tensor, np.ndarray)): return [*v.shape, hashlib.sha256(np.ascontiguousarray(torch.as_tensor(v).detach().cpu().float().numpy()).tobytes()).hexdigest()[:12]]
+    if isinstance(v, functools.partial): return [_plain(v.func), _plain(v.args), _plain(v.keywords)]
+    if isinstance(v, type) or inspect.isroutine(v): return f"{v.__module__}.{v.__qualname__}"
+    if isinstance(v, Recipe): return v.key()
+
 def describe(method:Method)->dict:
-    "Name and plain settings of a method (numbers, text, lists), its parts included: what tells two arms apart."
+    """Name and settings of a method, its parts included: what tells two arms apart. Numbers, texts and lists that it holds; dictionaries, tensors and functions
+    (by their name) where they are arguments it was made with. What begins with _ is state and left out."""
     if hasattr(method, "methods"): return {"name": method.name, "parts": [describe(m) for m in method.methods]}
-    return {"name": method.name, **{k: v if math.isfinite(v) else repr(v) for k, v in sorted(vars(method).items()) if isinstance(v, (int, float)) and not k.startswith("_")},
-            **{k: list(v) if isinstance(v, tuple) else v for k, v in sorted(vars(method).items()) if (isinstance(v, str) or isinstance(v, (list, tuple)) and v) and not k.startswith("_")}}
+    given = inspect.signature(type(method)).parameters
+    found = {k: _plain(v) for k, v in sorted(vars(method).items()) if not k.startswith("_") and (k in given or isinstance(v, (int, float, str, list, tuple)))}
+    return {"name": method.name, **{k: v for k, v in found.items() if v is not None and v != [] and v != {}}}
 
 # %% ../nbs/core/experiment.ipynb #3a4a3238
 class Results:

@@ -4,11 +4,12 @@
 
 # %% ../nbs/core/method.ipynb #28ec82e8
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['STAGES', 'Step', 'Method', 'changed_stages', 'Compose']
+__all__ = ['STAGES', 'Step', 'Method', 'wanted', 'check_method', 'changed_stages', 'Compose']
 
 # %% ../nbs/core/method.ipynb #d00e3c30
 STAGES = ("prepare", "curriculum", "sampler", "rewards", "advantages", "select", "token_loss", "auxiliary_loss", "after_update")
@@ -26,14 +27,21 @@ class Step:
     advantages: Tensor            # (B,T) detached
     hidden: Tensor|None = None    # (B,T,H) last hidden states with gradient, where a method's `wants` names "hidden"
     run: object = None            # the trainer
+    layers: dict = field(default_factory=dict)     # l -> (B,T,H) states after block l with gradient, before the final norm, where `wants` names "hidden:l"
+    attentions: dict = field(default_factory=dict) # l -> (B,T,heads,P+T) with gradient: what block l looked at, where `wants` names "attentions:l"
 
 # %% ../nbs/core/method.ipynb #afc22262
 class Method:
     "Nine stages that change nothing: GRPO. A method overrides those that it is about."
     training:dict = {}        # trainer settings this method needs, by their `GRPOConfig` names
     replaces:tuple = ()       # stages it takes over instead of refining; two owners of one stage conflict
-    wants:tuple = ()          # what `Step` shall carry beyond log-probs: "hidden"
+    wants:tuple = ()          # what `Step` shall carry beyond log-probs: "hidden", "hidden:l", "attentions:l"
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            near = [] if name.startswith("_") or hasattr(Method, name) else get_close_matches(name, STAGES, 1, .85)
+            if near: raise TypeError(f"{cls.__name__}.{name} is no stage and would never be called: did you mean `{near[0]}`?")
     @property
     def name(self): return "GRPO" if type(self) is Method else type(self).__name__
     def prepare(self, run): "Once, before training."
@@ -51,6 +59,27 @@ class Method:
     def __repr__(self): return self.name
 
 # %% ../nbs/core/method.ipynb #cb0f5864
+def wanted(wants, # of a method
+           n_layers:int, # blocks of the model
+          )->tuple: # block numbers whose states, and whose attentions, are wanted; each from 1
+    "The blocks that `wants` names. ValueError for what is not known or not there."
+    layers, attentions = [], []
+    for want in wants:
+        kind, _, number = want.partition(":")
+        if want == "hidden": continue
+        if kind not in ("hidden", "attentions") or not number.lstrip("-").isdigit(): raise ValueError(f"wants={want!r} is not known: say 'hidden', 'hidden:l' or 'attentions:l' with the number of a block")
+        l = int(number) + (n_layers + 1 if int(number) < 0 else 0)
+        if not 1 <= l <= n_layers: raise ValueError(f"wants={want!r}: the model has the blocks 1 to {n_layers}")
+        (layers if kind == "hidden" else attentions).append(l)
+    return tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(attentions))
+
+# %% ../nbs/core/method.ipynb #39334c6b
+def check_method(method)->"Method":
+    "Give `method` back. TypeError where it is a class, or nothing with stages."
+    if isinstance(method, type): raise TypeError(f"{method.__name__} is a class: write {method.__name__}(…), a method with its settings")
+    if not isinstance(method, Method): raise TypeError(f"{method!r} is no Method (a subclass of rlworkbench.method.Method, with its settings)")
+    return method
+
 def changed_stages(method)->tuple: # stage names in the order of the step
     "The stages that `method` changes: those its class (or any part of a `Compose`) overrides."
     if isinstance(method, Compose): return tuple(s for s in STAGES if any(s in changed_stages(m) for m in method.methods))
@@ -69,7 +98,7 @@ def _merged_training(methods):
 class Compose(Method):
     "Several methods applied in order at every stage. Raises ValueError where two of them take over the same stage."
     def __init__(self, *methods):
-        self.methods = tuple(p for m in methods for p in (m.methods if isinstance(m, Compose) else (m,)))
+        self.methods = tuple(p for m in map(check_method, methods) for p in (m.methods if isinstance(m, Compose) else (m,)))
         owner = {}
         for m in self.methods:
             for stage in m.replaces:

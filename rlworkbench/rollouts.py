@@ -94,6 +94,10 @@ class Rollouts:
     @property
     def n_tokens(self)->int: return int(self.policy_mask.sum())       # tokens that the policy wrote
     @property
+    def n_new(self)->int:
+        "Tokens that were generated for this record: a prefix that rollouts share counts once, where the sampler says so in extras['n_new'] (B,)."
+        return int(self.extras["n_new"].sum()) if "n_new" in self.extras else self.n_tokens
+    @property
     def device(self): return self.completion_ids.device
     def fields(self)->dict: return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     def replace(self, **changes)->"Rollouts": return dataclasses.replace(self, **changes)
@@ -340,6 +344,7 @@ class Sampler:
                *, forced:list|None=None,  # B lists of ids that open the completion; recorded, not trained
                prefixes:list|None=None,   # B lists of ids that end the prompt; not part of the completion
                group=None,                # (B,) group numbers; default: each row its own
+               problems:list|None=None,   # B problems, for samplers that judge while they sample; kept in the record
               )->Rollouts:
         "One rollout for each prompt, in input order."
         raise NotImplementedError
@@ -374,8 +379,8 @@ class TorchSampler(Sampler):
         if unknown := set(self.keep) - {"hidden"}: raise ValueError(f"keep knows only 'hidden', got {sorted(unknown)}")
 
     @torch.no_grad()
-    def sample(self, prompt_ids, *, forced=None, prefixes=None, group=None):
-        for name, x in (("forced", forced), ("prefixes", prefixes), ("group", group)):
+    def sample(self, prompt_ids, *, forced=None, prefixes=None, group=None, problems=None):
+        for name, x in (("forced", forced), ("prefixes", prefixes), ("group", group), ("problems", problems)):
             if x is not None and len(x) != len(prompt_ids): raise ValueError(f"{name} must have one entry for each of {len(prompt_ids)} prompts, got {len(x)}")
         rows, shortened = self._fit(prompt_ids, prefixes)
         device, ends, pad = self._device(), self._ends(), self._pad()
@@ -388,7 +393,7 @@ class TorchSampler(Sampler):
         made = trace["completion_mask"]
         trace["completion_ids"] = trace["completion_ids"].masked_fill(made == 0, pad)
         return Rollouts(prompt_ids=ids, prompt_mask=mask, group=torch.arange(len(rows), device=device) if group is None else torch.as_tensor(group, device=device),
-                        source=torch.full((len(rows),), self.source, device=device), prompts=self._texts(rows), **trace, extras=extras,
+                        source=torch.full((len(rows),), self.source, device=device), prompts=self._texts(rows), problems=problems, **trace, extras=extras,
                         completions=self._completions(trace["completion_ids"], made, prefixes))
 
     def _device(self): return next(self.model.parameters()).device

@@ -13,16 +13,16 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from .advantages import group_advantages, to_tokens
 from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_loss, kl_estimate, masked_mean, sequence_logps_ratio
-from .method import Method, Step, changed_stages
+from .method import Method, Step, changed_stages, check_method, wanted
 from .policies import encode_prompt, quiet
-from .rollouts import Rollouts, TorchSampler
+from .rollouts import Rollouts, TorchSampler, split_head
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")   # `rollout_func` is the seam this module stands on
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 # %% auto #0
-__all__ = ['STATE_FILE', 'check_sizes', 'training_config', 'latest_checkpoint', 'fitting', 'as_problems', 'Trainer']
+__all__ = ['STATE_FILE', 'check_sizes', 'training_config', 'latest_checkpoint', 'fitting', 'as_problems', 'Looks', 'Trainer']
 
 # %% ../nbs/core/trainer.ipynb #855e9d75
 def check_sizes(batch_size:int,      # rollouts in one update on one process
@@ -105,7 +105,6 @@ def _check_settings(args, method):
         raise ValueError(f"loss_type={args.loss_type!r} is not known here; use one of {', '.join((*LOSS_TYPES, 'cispo'))}")
     if args.importance_sampling_level == "sequence" and (args.loss_type == "cispo" or args.delta is not None):
         raise ValueError(f"importance_sampling_level='sequence' takes neither loss_type='cispo' nor delta (here: {args.loss_type!r}, {args.delta}): use 'token'")
-    if unknown := set(method.wants) - {"hidden"}: raise ValueError(f"{method.name}: wants={method.wants!r} knows only 'hidden', not {', '.join(sorted(unknown))}")
     if args.save_total_limit == 1: raise ValueError("save_total_limit=1 deletes the last complete checkpoint before the new one is whole: use 2 or more")
     batch, reads_groups = args.per_device_train_batch_size*args.steps_per_generation, {"rewards", "advantages", "select"} & set(changed_stages(method))
     if args.world_size > 1 and batch % args.num_generations and reads_groups:
@@ -161,6 +160,36 @@ def _check_stage(name, got, want):
     if got.shape != want.shape: raise ValueError(f"the stage `{name}` gave shape {tuple(got.shape)}, {'(B, T)' if want.dim() == 2 else '(B,)'} = {tuple(want.shape)} is needed")
 
 # %% ../nbs/core/trainer.ipynb #e5d1ec01
+class Looks:
+    "Keeps what a method's `wants` names of the forward pass inside `with`; attention takes its explicit form there, if it is to be seen."
+    def __init__(self, model, wants:tuple):
+        self.base = model.get_base_model() if hasattr(model, "peft_config") else model
+        decoder, _, config = split_head(model)
+        self.of_layers, self.of_attentions = wanted(wants, config.num_hidden_layers)
+        self.hooks = [(decoder, self._keep("hidden", None))] if "hidden" in wants else []
+        if self.of_layers or self.of_attentions:
+            if not hasattr(decoder, "layers"): raise ValueError(f"wants={wants!r}: {type(decoder).__name__} does not show its blocks as `layers`")
+            self.hooks += [(decoder.layers[l - 1], self._keep("layers", l)) for l in self.of_layers]
+            self.hooks += [(decoder.layers[l - 1].self_attn, self._keep("attentions", l)) for l in self.of_attentions]
+    def _keep(self, kind, l):
+        def hook(module, args, output): self.seen[kind, l] = output[1] if kind == "attentions" else output[0] if isinstance(output, tuple) or kind == "hidden" else output
+        return hook
+    def __enter__(self):
+        self.seen, self.handles = {}, [module.register_forward_hook(hook) for module, hook in self.hooks]
+        self.before = self.base.config._attn_implementation
+        if self.of_attentions and self.before != "eager": self.base.set_attn_implementation("eager")
+        return self
+    def __exit__(self, *error):
+        for handle in self.handles: handle.remove()
+        if self.of_attentions and self.before != "eager": self.base.set_attn_implementation(self.before)
+    def take(self, T:int)->tuple: # hidden (B,T,H) or None, {l: (B,T,H)}, {l: (B,T,heads,P+T)}
+        "What was seen, at the states that predicted the `T` completion tokens."
+        seen, self.seen = self.seen, {}
+        hidden = seen.get(("hidden", None))
+        return (None if hidden is None else hidden[:, -T-1:-1], {l: seen["layers", l][:, -T-1:-1] for l in self.of_layers},
+                {l: seen["attentions", l][:, :, -T-1:-1].transpose(1, 2) for l in self.of_attentions})
+
+# %% ../nbs/core/trainer.ipynb #20bc7a4c
 class Trainer(GRPOTrainer):
     """TRL's `GRPOTrainer` with the nine stages of `method`; equal to it, gradient for gradient, when `method` changes nothing.
 
@@ -172,13 +201,13 @@ class Trainer(GRPOTrainer):
                  args:GRPOConfig|None=None,# see `training_config`; the method's own `training` settings must agree with it
                  reward_funcs=None,        # TRL reward functions instead of the world's verifier
                  callbacks=(), **kwargs):
-        self.policy, self.world, self.method = policy, world, method or Method()
+        self.policy, self.world, self.method = policy, world, check_method(Method() if method is None else method)
         if args is None: raise ValueError("args is missing: make the settings with training_config(out, …)")
         if kwargs.get("eval_dataset") is not None: raise ValueError("eval_dataset is not used here: judge a policy with `rlworkbench.experiment.evaluate`, which leaves the run as it was")
         _check_settings(args, self.method)
         for name, value in self.method.training.items():
             if getattr(args, name) != value: raise ValueError(f"{self.method.name} needs {name}={value}, but the settings say {getattr(args, name)}: make them with training_config(out, **method.training)")
-        self.problems, self.n_sampled, self.rollouts, self.verified, self._hidden = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None, None
+        self.problems, self.n_sampled, self.rollouts, self.verified = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None
         self.args, self.sampler = args, None
         self.method.prepare(self)
         self.problems = list(self.method.curriculum(self.problems))
@@ -193,7 +222,7 @@ class Trainer(GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         self.sampler = self.method.sampler(TorchSampler(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
                                                         top_p=None if args.top_p == 1. else args.top_p, top_k=args.top_k or None))
-        if "hidden" in self.method.wants: self._decoder(model).register_forward_hook(self._keep_hidden)
+        self._looks = Looks(model, self.method.wants)
 
     # ---- rollouts and rewards
     def log_metric(self, name, value): self._metrics["train"][name].append(float(value))
@@ -209,10 +238,11 @@ class Trainer(GRPOTrainer):
 
     def roll_out(self, prompts):
         "Sample one completion a prompt, keep the record as `rollouts`, and give TRL its lists."
-        rollouts = self.sampler.sample([self.policy.encode(p) for p in prompts], group=torch.arange(len(prompts))//self.num_generations)
-        rollouts.problems = [self.problems[x["problem_idx"]] for x in self._batch]
+        problems = [self.problems[x["problem_idx"]] for x in self._batch]
+        rollouts = self.sampler.sample([self.policy.encode(p) for p in prompts], group=torch.arange(len(prompts))//self.num_generations, problems=problems)
+        rollouts.problems = problems
         self.rollouts = rollouts
-        self.n_sampled += int(self.accelerator.reduce(torch.tensor(rollouts.n_tokens, device=self.accelerator.device)))   # of all processes
+        self.n_sampled += int(self.accelerator.reduce(torch.tensor(rollouts.n_new, device=self.accelerator.device)))   # of all processes
         n, pad = rollouts.completion_mask.sum(1).tolist(), (~rollouts.prompt_mask.bool()).sum(1).tolist()
         out = {"prompt_ids": [row[p:] for row, p in zip(rollouts.prompt_ids.tolist(), pad)]}
         for key, rows in (("completion_ids", rollouts.completion_ids), ("logprobs", rollouts.logps), ("env_mask", rollouts.policy_mask)):
@@ -275,21 +305,18 @@ class Trainer(GRPOTrainer):
         return {k: v[rows] if torch.is_tensor(v) and v.dim() else v for k, v in out.items()}
 
     # ---- the loss
-    def _decoder(self, model): return (model.get_base_model() if hasattr(model, "peft_config") else model).get_decoder()
-    def _keep_hidden(self, module, args, output): self._hidden = output[0]
-
     def step_of(self, model, inputs)->Step:
         "One forward pass over (a slice of) the batch, with what the loss stages need."
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         T = inputs["completion_ids"].shape[1]
-        logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, seen, T, compute_entropy=True)
-        hidden, self._hidden = self._hidden, None
+        with self._looks as looks: logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, seen, T, compute_entropy=True)
+        hidden, layers, attentions = looks.take(T)
         rollouts = _crop(self.rollouts.take(inputs["rollout_idx"]), T)
         old = inputs.get("old_per_token_logps")
         return Step(rollouts, logps, logps.detach() if old is None else old, inputs.get("ref_per_token_logps"), entropies.detach(),
                     inputs["completion_mask"]*inputs["tool_mask"], _as_tokens(inputs["advantages"], logps),
-                    None if hidden is None else hidden[:, -T-1:-1], self)
+                    hidden, self, layers, attentions)
 
     def _ratio(self, step): # (B,T) or (B,1)
         if self.importance_sampling_level == "sequence": return sequence_logps_ratio(step.logps, step.old_logps, step.mask)

@@ -184,10 +184,28 @@ def test_an_experiment_refuses_several_processes(tmp_path, monkeypatch):
 def test_recipes_are_told_apart(tmp_path):
     from dataclasses import replace
     recipe = RECIPES["chain-habits"]
-    names = [Experiment("99_c", WORLD, r, {"GRPO": Method}, [0], out=tmp_path, **SMALL).policy_name for r in (recipe, replace(recipe, seed=recipe.seed + 1), "chain-habits")]
+    names = [Experiment("99_c", WORLD, r, {"GRPO": Method}, [0], out=tmp_path, **SMALL)._policy_name("GRPO") for r in (recipe, replace(recipe, seed=recipe.seed + 1), "chain-habits")]
     assert len(set(names)) == 3 and names[2] == "chain-habits"
 
+def test_an_arm_may_have_its_own_policy_world_and_group_size(tmp_path):
+    class Twelve(Method): training = {"num_generations": 6}
+    other = lambda: load_policy("gym-chain_sum")
+    with pytest.raises(ValueError, match="policies names GRPQ, which is no arm"): Experiment("99_c", WORLD, "chain-habits", {"GRPO": Method}, [0], policies={"GRPQ": other}, out=tmp_path, **SMALL)
+    arms = {"GRPO": Method, "six": Twelve, "longer": Nothing}
+    e = Experiment("99_c", WORLD, "chain-habits", arms, [0], worlds={"longer": Chain(steps=5)}, out=tmp_path, **SMALL)
+    with pytest.raises(ValueError, match=r"Twelve needs num_generations=6, the other arms have 4.*budget=\('tokens', n\)"): e.run()
+    r = Experiment("99_c", WORLD, "chain-habits", arms, [0], worlds={"longer": Chain(steps=5)}, out=tmp_path, **{**SMALL, "budget": ("tokens", 700)}).run()
+    assert r.of("GRPO")[0]["n_sampled"] >= 700 and len(r.experiment.tests("longer")[0].prompt) > len(r.experiment.tests("six")[0].prompt)
+    assert r.of("longer")[0]["evals"][0]["accuracy"] != r.of("GRPO")[0]["evals"][0]["accuracy"]     # each arm starts from its own
+    assert r.of("six")[0]["evals"][0] == r.of("GRPO")[0]["evals"][0]
+
 def test_arms_are_told_apart_by_their_settings():
+    def sure(x): return x
+    def unsure(x): return -x
+    class Judged(Method):
+        def __init__(self, judge, dials): self.judge, self.dials, self._cache, self.log = judge, dials, object(), {"a": len(dials)}
+    assert len({str(describe(Judged(j, kw))) for j in (sure, unsure) for kw in ({}, {"a": 1}, {"a": torch.tensor([1.])}, {"a": torch.tensor([2.])})}) == 8
+    assert describe(Judged(sure, {"a": 1})) == describe(Judged(sure, {"a": 1})) and "log" not in describe(Judged(sure, {"a": 1}))
     assert describe(Compose(PPO(lam=.9))) != describe(Compose(PPO(lam=.95)))
     assert describe(PPO(steps=(1, 1))) != describe(PPO())
     assert describe(Method()) == {"name": "GRPO"}

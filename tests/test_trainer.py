@@ -248,7 +248,7 @@ class Scripted(Sampler):
     inner: TorchSampler
     rows: list
     tool: tuple = ()
-    def sample(self, prompt_ids, *, group=None):
+    def sample(self, prompt_ids, *, group=None, problems=None):
         r = self.inner.replace(train_forced=True).sample(prompt_ids, forced=self.rows or [p[1:] for p in prompt_ids], group=group)
         policy = r.policy_mask.clone()
         for row, start, end in self.tool: policy[row, start:end] = 0
@@ -433,11 +433,29 @@ def test_r8_prompts_longer_than_the_context_are_dropped_and_counted(policy, tmp_
 def test_settings_that_nothing_reads_are_refused_by_name(policy, tmp_path, name, value):
     with pytest.raises(ValueError, match=name): ours(policy, config(tmp_path, **{name: value}))
 
+def test_states_and_attentions_of_chosen_blocks_come_from_the_one_forward_pass(tmp_path):
+    from rlworkbench.scoring import score_rollouts
+    class Curious(Method):
+        wants = ("hidden", "hidden:1", "attentions:1", "attentions:-1")
+        def auxiliary_loss(self, step): self.step = step; return step.layers[1].sum()*0. + step.attentions[1].sum()*0.
+    method, policy = Curious(), load_policy("chain-habits")
+    trainer = ours(policy, config(tmp_path), method)
+    model, before = policy.model, policy.model.config._attn_implementation
+    gradients(trainer)
+    step, last = method.step, model.config.num_hidden_layers
+    seen = score_rollouts(model, step.rollouts, want=("hidden", "attentions"), layers=(1, last))
+    real = step.rollouts.completion_mask.bool()
+    assert last == 3 and torch.allclose(step.layers[1][real], seen.hidden[1][real], atol=1e-5) and torch.allclose(step.hidden[real], seen.hidden[last][real], atol=1e-5)
+    for l in (1, last): assert torch.allclose(step.attentions[l][real], seen.attentions[l][real], atol=1e-5)
+    assert torch.allclose(step.attentions[1][real].sum(-1), torch.ones(()), atol=1e-5)   # a distribution over what can be seen
+    assert model.config._attn_implementation == before                                   # the sampler keeps its fast attention
+
 def test_what_a_trainer_cannot_use_is_refused_by_name(policy, tmp_path):
     for settings in (dict(loss_type="cispo"), dict(delta=2.)):
         with pytest.raises(ValueError, match="importance_sampling_level='sequence' takes neither"): ours(policy, config(tmp_path, importance_sampling_level="sequence", **settings))
     class Greedy(Method): wants = ("hidden", "attentions")
-    with pytest.raises(ValueError, match="wants=.* knows only 'hidden', not attentions"): ours(policy, config(tmp_path), Greedy())
+    with pytest.raises(ValueError, match="wants='attentions' is not known: say 'hidden', 'hidden:l' or 'attentions:l'"): ours(policy, config(tmp_path), Greedy())
+    with pytest.raises(TypeError, match=r"Greedy is a class: write Greedy\(…\)"): ours(policy, config(tmp_path), Greedy)
     with pytest.raises(ValueError, match="3 problems do not fill one batch of 4.*lower num_problems"): ours(policy, config(tmp_path), problems=WORLD.problems(3))
     with pytest.raises(ValueError, match="args is missing"): ours(policy, None)
     with pytest.raises(ValueError, match="eval_dataset is not used here"): ours(policy, config(tmp_path), eval_dataset=[])
