@@ -245,7 +245,7 @@ def _given(scale, model, typed, raw, **more):
 def list_(every):
     "The chapters and how far each is."
     root = find_root()
-    for p in [*CHAPTERS, *PAPERS]:
+    for p in sorted([*CHAPTERS, *PAPERS], key=lambda p: p.number):
         now = state(p, root)
         if now.verdicts:
             from rlworkbench.report import state_of

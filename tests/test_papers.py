@@ -12,9 +12,9 @@ def _project(folder, notebooks=(), results=None):
     for key, stored in (results or {}).items(): (folder/f"results/{key}.json").write_text(stored if isinstance(stored, str) else json.dumps(stored))
     return folder
 
-def test_thirty_papers_and_three_chapters():
-    assert [p.number for p in CHAPTERS+PAPERS] == list(range(33))
-    assert len({p.slug for p in CHAPTERS+PAPERS}) == len({p.name for p in CHAPTERS+PAPERS}) == 33
+def test_thirty_papers_between_three_opening_chapters_and_one_that_joins_them():
+    assert sorted(p.number for p in CHAPTERS+PAPERS) == list(range(34)) and [p.number for p in CHAPTERS] == [0, 1, 2, 33]
+    assert len({p.slug for p in CHAPTERS+PAPERS}) == len({p.name for p in CHAPTERS+PAPERS}) == 34
     assert list(STAGES) == ["prepare", "curriculum", "sampler", "rewards", "advantages", "select", "token_loss", "auxiliary_loss", "after_update"]
     for p in PAPERS:
         assert re.fullmatch(r"2605\.\d{5}", p.arxiv) and re.fullmatch(r"[a-z][a-z0-9_]*", p.slug)
@@ -29,7 +29,7 @@ def test_every_name_finds_its_paper(key):
     for name in (p.number, str(p.number), f"{p.number:02d}", p.slug, p.key, p.name, p.name.upper(), p.notebook, p.results, Path(p.notebook), f" {p.slug} "):
         assert paper(name) is p
 
-@pytest.mark.parametrize("asked, near", [("esppo", "07_espo"), ("verigat", "06_verigate"), ("off_policy", "22_off_policy_pessimism"), ("33", "00_worlds to 32_saerl"), ("zzz", "00_worlds to 32_saerl"), (-1, "known are")])
+@pytest.mark.parametrize("asked, near", [("esppo", "07_espo"), ("verigat", "06_verigate"), ("off_policy", "22_off_policy_pessimism"), ("34", "00_worlds to 33_compose"), ("zzz", "00_worlds to 33_compose"), (-1, "known are")])
 def test_unknown_names_list_what_is_near(asked, near):
     with pytest.raises(ValueError, match=near) as e: paper(asked)
     assert repr(str(asked)) in str(e.value)
