@@ -4,7 +4,7 @@
 
 # %% ../nbs/core/trainer.ipynb #4732028b
 from __future__ import annotations
-import os, warnings
+import json, os, warnings
 from pathlib import Path
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_l
 from .method import Method, Step, changed_stages, check_method, wanted
 from .policies import encode_prompt, quiet
 from .rollouts import Rollouts, TorchSampler, split_head
+from .toolbox.turns import with_turns
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")   # `rollout_func` is the seam this module stands on
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 # %% auto #0
-__all__ = ['STATE_FILE', 'check_sizes', 'training_config', 'latest_checkpoint', 'fitting', 'as_problems', 'Looks', 'Trainer']
+__all__ = ['STATE_FILE', 'COMPLETE', 'check_sizes', 'training_config', 'latest_checkpoint', 'damaged', 'fitting', 'as_problems',
+           'Looks', 'Trainer']
 
 # %% ../nbs/core/trainer.ipynb #855e9d75
 def check_sizes(batch_size:int,      # rollouts in one update on one process
@@ -61,14 +63,28 @@ def training_config(out,                      # folder for checkpoints
                       use_cpu=not torch.cuda.is_available(), **{**defaults, **settings})
 
 # %% ../nbs/core/trainer.ipynb #89eba98c
-STATE_FILE = "workbench.pt"
+STATE_FILE, COMPLETE = "workbench.pt", "complete.json"
 
 def _state_path(folder, process): return Path(folder)/(STATE_FILE if process == 0 else f"{process}-{STATE_FILE}")
 
 def latest_checkpoint(folder)->Path|None: # None where there is none to resume from
-    "The newest complete checkpoint below `folder`."
-    found = [p for p in Path(folder).glob("checkpoint-*") if (p/STATE_FILE).exists() and p.name.split("-")[-1].isdigit()]
-    return max(found, key=lambda p: int(p.name.split("-")[-1]), default=None)
+    "The newest complete checkpoint below `folder`. Warns where it passes over one that was complete and is damaged."
+    found = [p for p in Path(folder).glob("checkpoint-*") if (p/COMPLETE).exists() and p.name.split("-")[-1].isdigit()]
+    for p in sorted(found, key=lambda p: int(p.name.split("-")[-1]), reverse=True):
+        if not (wrong := damaged(p)): return p
+        warnings.warn(f"{p} is damaged ({wrong}): it is passed over")
+
+def damaged(checkpoint:Path)->str: # "" where all is as it was written
+    "What of a complete checkpoint is missing, cut short or unreadable."
+    try: sizes = json.loads((checkpoint/COMPLETE).read_text(encoding="utf-8")).items()
+    except (OSError, ValueError, AttributeError): return f"{COMPLETE} cannot be read"
+    now = {name: (checkpoint/name).stat().st_size if (checkpoint/name).exists() else None for name, _ in sizes}
+    return ", ".join(f"{name} is missing" if now[name] is None else f"{name} has {now[name]} of {size} bytes" for name, size in sizes if now[name] != size)
+
+def _mark_complete(checkpoint):
+    sizes = {p.relative_to(checkpoint).as_posix(): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
+    (checkpoint/f"{COMPLETE}.tmp").write_text(json.dumps(sizes), encoding="utf-8")
+    os.replace(checkpoint/f"{COMPLETE}.tmp", checkpoint/COMPLETE)
 
 # %% ../nbs/core/trainer.ipynb #5f9be7dc
 class _EpochSampler(RepeatSampler):
@@ -220,8 +236,9 @@ class Trainer(GRPOTrainer):
         if self.aux_loss_enabled: raise ValueError("the router loss of a mixture of experts is not one of the stages: set router_aux_loss_coef=0, or write a Method for it")
         for noisy in (PrinterCallback, ProgressCallback): self.remove_callback(noisy)
         model = self.accelerator.unwrap_model(self.model)
-        self.sampler = self.method.sampler(TorchSampler(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
-                                                        top_p=None if args.top_p == 1. else args.top_p, top_k=args.top_k or None))
+        plain = TorchSampler(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
+                             top_p=None if args.top_p == 1. else args.top_p, top_k=args.top_k or None)
+        self.sampler = self.method.sampler(with_turns(plain, world))     # where the world answers calls, a rollout has several turns
         self._looks = Looks(model, self.method.wants)
 
     # ---- rollouts and rewards
@@ -369,6 +386,7 @@ class Trainer(GRPOTrainer):
         if self.accelerator.process_index == 0: self.accelerator.wait_for_everyone()    # its file says that the checkpoint is complete
         torch.save(state, path.with_name(path.name + ".tmp"))
         os.replace(path.with_name(path.name + ".tmp"), path)
+        if self.accelerator.process_index == 0: _mark_complete(folder)
         if self.accelerator.process_index != 0: self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint):

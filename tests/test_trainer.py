@@ -402,8 +402,15 @@ def test_a_checkpoint_of_another_method_is_refused(folder, tmp_path):
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(folder, tmp_path):
     ours(load_policy(folder), config(tmp_path, updates=4, save_steps=2)).train()
-    (tmp_path/"checkpoint-4"/"workbench.pt").unlink()
+    (tmp_path/"checkpoint-4"/"complete.json").rename(tmp_path/"kept.json")
     assert latest_checkpoint(tmp_path).name == "checkpoint-2"
+    (tmp_path/"kept.json").rename(tmp_path/"checkpoint-4"/"complete.json")
+    assert latest_checkpoint(tmp_path).name == "checkpoint-4"
+    weights = tmp_path/"checkpoint-4"/"optimizer.pt"
+    with open(weights, "r+b") as f: f.truncate(weights.stat().st_size//2)     # as after a power cut
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is damaged \(optimizer.pt has \d+ of \d+ bytes\): it is passed over"): found = latest_checkpoint(tmp_path)
+    assert found.name == "checkpoint-2"
+    ours(load_policy(folder), config(tmp_path, updates=4, save_steps=2)).train(resume_from_checkpoint=str(found))
 
 # ---------------------------------------------------------------- what is refused
 def test_t3_sizes_that_do_not_fit_are_refused_with_sizes_that_do(tmp_path):
