@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from .method import Method
 from .policies import Policy, Recipe, load_policy, seeded
 from .rollouts import TorchSampler
+from .toolbox.turns import with_turns
 from .stats import decide, nanmean, paired_interval, ratio_interval
 from .trainer import Trainer, check_sizes, latest_checkpoint, training_config
 
@@ -60,13 +61,14 @@ def evaluate(policy:Policy, world, problems:list, *, samples:int=8, max_completi
              batch_size:int=1024,  # rollouts at a time
             )->Evaluation:
     "Sample `samples` completions of each problem and let the world judge them. The global generators are left as they were."
-    start, sampler = time.time(), TorchSampler(policy.model, policy.tokenizer, max_completion_length, temperature=temperature)
+    start, sampler = time.time(), with_turns(TorchSampler(policy.model, policy.tokenizer, max_completion_length, temperature=temperature), world)
     rows = [i for i in range(len(problems)) for _ in range(samples)]
     texts, lengths, shortened = [], [], []
     with seeded(seed):
         for k in range(0, len(rows), batch_size):
-            part = sampler.sample([policy.encode(problems[i].prompt) for i in rows[k:k + batch_size]])
-            texts += part.completions; lengths += part.lengths.tolist(); shortened += part.extras["shortened"].tolist()
+            some = [problems[i] for i in rows[k:k + batch_size]]
+            part = sampler.sample([policy.encode(p.prompt) for p in some], problems=some)
+            texts += part.completions; lengths += part.policy_mask.sum(1).tolist(); shortened += part.extras["shortened"].tolist()
         scores = [world.verify(problems[i], t) for i, t in zip(rows, texts)]
     if any(shortened): warnings.warn(f"{sum(shortened)//samples} of {len(problems)} prompts lost their beginning: with max_completion_length={max_completion_length} they exceed the context of {policy.context} tokens")
     correct = np.array([math.nan if s is None else s for s in scores], dtype=float).reshape(-1, samples)

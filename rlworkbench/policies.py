@@ -92,17 +92,25 @@ def token_ids(tokenizer, text:str, specials:bool=False)->list[int]:
         raise ValueError(f"the policy's vocabulary has no {', '.join(map(repr, odd))}: choose another policy, or set `vocab` in its recipe") from None
 
 def sft_batch(tokenizer,
-              examples:list[tuple], # B pairs (prompt, completion)
+              examples:list[tuple], # B pairs (prompt, completion); a completion is a text, or pieces (text, is it trained?)
              )->tuple[Tensor, Tensor, Tensor]: # ids, mask, labels, each (B,T) int64, right-padded
-    "Examples as token ids; only the completion and its end token carry labels, all else is -100."
-    rows = [(encode_prompt(tokenizer, p), token_ids(tokenizer, c) + [tokenizer.eos_token_id]) for p, c in examples]
-    T = max(len(p) + len(c) for p, c in rows)
+    "Examples as token ids; only the completion's trained pieces and its end token carry labels, all else is -100."
+    rows = [(encode_prompt(tokenizer, p), *_pieces(tokenizer, c)) for p, c in examples]
+    T = max(len(p) + len(c) for p, c, _ in rows)
     ids = torch.full((len(rows), T), tokenizer.pad_token_id, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for i, (p, c) in enumerate(rows):
+    for i, (p, c, wanted) in enumerate(rows):
         n = len(p) + len(c)
-        ids[i, :n], mask[i, :n], labels[i, len(p):n] = torch.tensor(p + c), 1, torch.tensor(c)
+        ids[i, :n], mask[i, :n], labels[i, len(p):n] = torch.tensor(p + c), 1, torch.tensor(wanted)
     return ids, mask, labels
+
+def _pieces(tokenizer, completion:str|list[tuple[str,bool]])->tuple[list, list]: # ids with the end token, and their labels
+    "A demonstration's ids; pieces that are not trained (what a tool answered, a mistake put in on purpose) have the label -100."
+    ids, labels = [], []
+    for text, trained in [(completion, True)] if isinstance(completion, str) else completion:
+        some = token_ids(tokenizer, text)
+        ids, labels = ids + some, labels + (some if trained else [-100]*len(some))
+    return ids + [tokenizer.eos_token_id], labels + [tokenizer.eos_token_id]
 
 def encode_prompt(tokenizer,
                   prompt:str|list[dict], # text, or a list of chat messages

@@ -51,6 +51,11 @@ class World:
     name:str = "world"            # as `make_world` knows it
     vocab:list[str]|None = None   # the characters a policy for this world needs, in fixed order; None: any text
     styles:tuple[str,...] = ()    # names that `demonstration` takes
+    call_end:str|None = None      # text that ends a call which `respond` answers; None: one turn
+    observation_start:str|None = None # text that only the world may write
+    think_tags:tuple[str,str]|None = None # what opens and closes a thought
+    think_budget:int|None = None  # tokens of a thought, then it is closed; None: no limit
+    max_turns:int = 8             # of one rollout
 
     def __init__(self, **dials): self.dials = dials
 
@@ -84,7 +89,13 @@ class World:
         "The answer a completion gives, or None if it gives none."
         return completion
 
-    def demonstration(self, problem:Problem, rng:random.Random, style:str)->str: # without an end token
+    def respond(self, prompt:str|list[dict], # the problem's
+                completion:str,              # so far; its last words are `call_end`
+               )->str|None:                  # what the policy reads next; None: nothing, the rollout ends
+        "The answer to a call: a function of its arguments and the dials alone."
+        return None
+
+    def demonstration(self, problem:Problem, rng:random.Random, style:str)->str|list[tuple[str,bool]]: # without an end token; in pieces with a flag: is this trained?
         "A completion in one of `styles`, for supervised fine-tuning."
         raise NotImplementedError(f"{self!r} writes no demonstrations")
 
