@@ -42,11 +42,13 @@ class LimitMonitor(Monitor):
     def update(self, rows, t, logits, tokens, values): return self.room[rows] <= t + 1
 
 class MarkerMonitor(Monitor):
-    "Stops rows whose text has come to hold the marker."
+    "Stops rows whose text has come to hold the marker; `hit` says which."
     def __init__(self, marker:Marker, code:Stop): self.marker, self.code = marker, code
-    def start(self, B, device): self.marker.start()
+    def start(self, B, device):
+        self.marker.start(); self.hit = torch.zeros(B, dtype=torch.bool, device=device)
     def update(self, rows, t, logits, tokens, values):
-        return torch.tensor([self.marker.ends_in(r, x) for r, x in zip(rows.tolist(), tokens.tolist())], dtype=torch.bool, device=rows.device)
+        self.hit[rows] = torch.tensor([self.marker.ends_in(r, x) for r, x in zip(rows.tolist(), tokens.tolist())], dtype=torch.bool, device=rows.device)
+        return self.hit[rows]
 
 class ThinkMonitor(Monitor):
     "Stops rows whose thought has as many tokens as the budget allows, so that the closing tag can be put in; `spent` says which."
@@ -146,10 +148,11 @@ class TurnSampler(Sampler):
         "Let `n` rows write until something stops them; and which of them (n,) have used up their thought."
         w, marker = self.world, lambda text: Marker(self.tokenizer, text)
         think = None if self.think_budget is None else ThinkMonitor(*map(marker, w.think_tags), self.think_budget)
-        watch = [LimitMonitor(room), *([MarkerMonitor(marker(w.observation_start), Stop.CUT)] if w.observation_start else []), MarkerMonitor(marker(w.call_end), Stop.TOOL), *([think] if think else [])]
+        call = MarkerMonitor(marker(w.call_end), Stop.TOOL)
+        watch = [LimitMonitor(room), *([MarkerMonitor(marker(w.observation_start), Stop.CUT)] if w.observation_start else []), call, *([think] if think else [])]
         inner = self.inner.replace(monitors=(*self.inner.monitors, *watch), max_new_tokens=int(room.max()), context=max(map(len, prompts)) + int(room.max()))
         part = inner.sample(prompts, **kw)
-        return part, (part.stop == Stop.TOOL) & think.spent if think else torch.zeros_like(part.stop, dtype=torch.bool)
+        return part, (part.stop == Stop.TOOL) & think.spent & ~call.hit if think else torch.zeros_like(part.stop, dtype=torch.bool)
 
     def _answers(self, record, spent, heads, starts, per_turn):
         "The rows that go on, and the ids they go on from; rows that have no room for them are marked."

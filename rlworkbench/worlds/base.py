@@ -115,6 +115,8 @@ class World:
 WORLDS = { # name -> module, class, what to write
     "chain": ("rlworkbench.worlds.chain", "Chain", "chain"),
     "gym":   ("rlworkbench.worlds.gym", "Gym", "gym:NAME of a reasoning-gym data set, for example gym:chain_sum"),
+    "calculator": ("rlworkbench.worlds.calculator", "Calculator", "calculator"),
+    "families": ("rlworkbench.worlds.families", "Families", "families"),
     "hub":   ("rlworkbench.worlds.hub", "Hub", "hub:NAME of a hub data set or a folder, for example hub:gsm8k"),
 }
 
