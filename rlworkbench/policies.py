@@ -364,6 +364,8 @@ def store(policy:Policy, # with its recipe
 RECIPES = {r.name: r for r in (
     Recipe("chain-habits", "chain", dials=dict(steps=(3, 8)),
            stages=(Stage(900, 3e-3, "clean"), Stage(150, 1e-3, "habits", dict(slip=.3)))),
+    Recipe("chain-deep", "chain", dials=dict(steps=(2, 4)), width=64, layers=6,                # narrow and deep: for looks at middle layers
+           stages=(Stage(900, 3e-3, "clean"), Stage(150, 1e-3, "habits", dict(slip=.3)))),
     Recipe("gym-chain_sum", "gym:chain_sum", context=64,
            dials=dict(brief=True, min_terms=2, max_terms=3, min_digits=1, max_digits=1, careful=.2, slip=.7),
            stages=(Stage(900, 3e-3, "habits", dict(careful=.6)), Stage(60, 5e-4, "habits"))),
