@@ -1,7 +1,7 @@
 "Rollouts in several turns: what the world wrote is real and not trained, ids stay as they were sampled, budgets hold."
 import pytest, torch
 from rlworkbench.method import Method
-from rlworkbench.policies import Policy, build_tokenizer, tiny_model, token_ids
+from rlworkbench.policies import Policy, build_tokenizer, sft_batch, tiny_model, token_ids
 from rlworkbench.rollouts import Stop, TorchSampler
 from rlworkbench.toolbox.turns import Marker, TurnSampler, turn_index, with_turns
 from rlworkbench.trainer import Trainer, training_config
@@ -57,6 +57,16 @@ def test_a14_five_seven_three(policy):
     assert world.seen == [("121", "<c>12he</c>")]
     logps = r.logps.clone(); logps[0, 5:12] = -77.           # whatever the tool's tokens are given
     assert torch.equal(r.replace(logps=logps).logps*r.policy_mask, r.logps*r.policy_mask)
+
+
+def test_a14_an_old_assistant_message_has_no_loss(policy):
+    chat = [dict(role="user", content="1"), dict(role="assistant", content="he"), dict(role="user", content="2")]
+    ids, mask, labels = sft_batch(policy.tokenizer, [(chat, [("llo", True), ("<o>1</o>", False), ("2", True)])])
+    n, known = len(policy.encode(chat)), policy.tokenizer.get_vocab()
+    assert known["he"] in ids[0, :n].tolist() and (labels[0, :n] == -100).all()
+    assert labels[0, n:].tolist() == [known["llo"], -100, -100, -100, known["2"], policy.tokenizer.eos_token_id] and mask.all()
+    r = TurnSampler(TorchSampler(policy.model, policy.tokenizer, 20), Echo()).sample([policy.encode(chat)]*4)
+    assert r.policy_mask.shape == r.completion_ids.shape and known["he"] in r.prompt_ids[0].tolist()
 
 
 def test_r6_sampled_ids_stay_as_they_are(policy):

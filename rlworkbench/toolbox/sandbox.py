@@ -59,13 +59,18 @@ root = os.getuid() == 0
 
 def must(result, what):
     if result != 0: raise OSError(ctypes.get_errno(), what + ": " + os.strerror(ctypes.get_errno()))
-def dies_with_parent(expected):
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def dies_with_parent(expected, by=signal.SIGKILL):
+    libc.prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     if expected is not None and os.getppid() != expected: os._exit(99)
 def mount(source, target, kind, flags, data=None):
     must(libc.mount(*(None if x is None else x.encode() for x in (source, target, kind)), flags, None if data is None else data.encode()), f"mount {target}")
 
-dies_with_parent(parent)
+verdict = ""
+def stop(*_):                                                       # the caller is gone, or wants no more: end the program first
+    global verdict
+    verdict = verdict or "stopped"
+signal.signal(signal.SIGTERM, stop)
+dies_with_parent(parent, by=signal.SIGTERM)
 libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 own = root and level != "plain"
 own_uid = 1_500_000_000 + os.getpid() if own else os.getuid()      # a number that nobody else has
@@ -207,7 +212,7 @@ def reap():
 r, w = os.pipe(); status_r, status_w = os.pipe()
 for fd in (r, status_r): os.set_blocking(fd, False)
 os.set_inheritable(w, True)
-began, output, verdict, peak, most, size, broken = time.monotonic(), [], "", 0., 0, 0, ""
+began, output, peak, most, size, broken = time.monotonic(), [], 0., 0, 0, ""
 try: pid = start(w, status_w)
 except OSError as e: pid, broken = None, str(e)
 os.close(w); os.close(status_w)
@@ -269,8 +274,11 @@ def _run(code:str, limits:Limits, level:str)->dict:
     except subprocess.TimeoutExpired:
         process.kill(); process.communicate()
         return dict(broken=f"the supervisor did not answer within {limits.seconds + 5} s")
-    except BaseException:
-        process.kill(); process.communicate(); raise                # an interrupt: nothing stays behind
+    except BaseException:                                           # an interrupt: nothing stays behind
+        process.terminate()
+        try: process.communicate(timeout=3)
+        except subprocess.TimeoutExpired: process.kill(); process.communicate()
+        raise
     finally: shutil.rmtree(folder, ignore_errors=True)
     try: return json.loads(said)
     except ValueError: return dict(broken=wrong.decode("utf-8", "replace").strip()[-300:] or f"the supervisor ended with code {process.returncode}")
