@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import random_model
 from rlworkbench.advantages import group_advantages
-from rlworkbench.experiment import describe
+from rlworkbench.experiment import describe, evaluate
 from rlworkbench.losses import jsd
 from rlworkbench.method import Compose, Method, Step
 from rlworkbench.methods.oisd import OISD, Lens, by_sign, lens_report, look_divergence, shuffled, sign_weights, think_divergence, weighted_mean
@@ -354,3 +354,12 @@ def test_what_cannot_work_is_refused_by_name(policy, tmp_path):
 def test_arms_are_told_apart_by_their_settings():
     found = [describe(m) for m in (OISD(), OISD(sign_mode="abs"), OISD(shuffle=True), OISD(layer=3), OISD(lambda_attn=.2), OISD(heads="each"), OISD(detach_head=True))]
     assert all(found[0] != other for other in found[1:]) and not any(k.startswith("_") for k in found[0])
+
+
+def test_the_shipped_policy_has_something_to_choose_and_layers_to_read(policy):
+    world = make_world("chain", steps=4)
+    start = evaluate(policy, world, world.problems(64, seed=0, split="test"), samples=8, max_completion_length=44)
+    text = "".join(start.completions)
+    assert .25 < start.accuracy < .45 and start.mixed_frac > .7                       # 512 samples carry two points, problems as much again
+    assert .4 < text.count("[")/(text.count("[") + text.count(">")) < .6
+    assert policy.model.config.num_hidden_layers == 6 and policy.n_params < 350_000
