@@ -183,8 +183,8 @@ class SAERL(Method):
         return (1 - np.nan_to_num(tried.per_problem)).tolist()
 
     def after_update(self, run):
-        found = [self._found[p.text] for p in run.rollouts.problems]
-        self._batch = dict(batch_difficulty=float(np.mean([d for d, _ in found])), cluster_entropy=cluster_entropy([c for _, c in found]))
+        found = [self._found[p.text] for p in run.rollouts.problems if p.text in self._found]     # a later method may have made other problems of them
+        if found: self._batch = dict(batch_difficulty=float(np.mean([d for d, _ in found])), cluster_entropy=cluster_entropy([c for _, c in found]))
     def metrics(self): return {**self._batch, "label_rollouts": self._n_label_rollouts}
     def state_dict(self): return {"schedule": self._schedule}
     def load_state_dict(self, state):

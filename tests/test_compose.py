@@ -1,0 +1,36 @@
+"Every two methods in one step: they train together, or `Compose` names what both want."
+import itertools, math
+
+import pytest, torch
+
+from rlworkbench.method import Compose
+from rlworkbench.methods.deeptool import DeepTool
+from rlworkbench.methods.oisd import OISD
+from rlworkbench.methods.saerl import SAERL
+from rlworkbench.policies import load_policy
+from rlworkbench.trainer import Trainer, training_config
+from rlworkbench.worlds.base import make_world
+
+CHAIN, CALCULATOR = make_world("chain", steps=3), make_world("calculator")
+METHODS = {   # name -> what makes it, small
+    "SAERL": lambda: SAERL(n_labels=8, clusters=2, n_latents=32, k=4, sae_steps=20, drop=0.),   # first: it orders the problems that others change
+    "DeepTool": lambda: DeepTool(),
+    "OISD": lambda: OISD(layer=1),
+}
+
+def home(names): return (CALCULATOR, "calc-habits") if "DeepTool" in names else (CHAIN, "chain-habits")
+
+@pytest.mark.parametrize("names", itertools.combinations(METHODS, 2), ids=" + ".join)
+def test_two_methods_train_together_or_are_refused_together(names, tmp_path):
+    try: method = Compose(*(METHODS[n]() for n in names))
+    except ValueError as e:
+        assert all(n in str(e) for n in names), e
+        return
+    world, policy = home(names)
+    settings = {"num_problems": 2, "num_generations": 4, "updates": 2, "max_completion_length": 48, **method.training}
+    trainer = Trainer(load_policy(policy), world, world.problems(24), method, training_config(tmp_path, **settings))
+    before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
+    trainer.train()
+    assert trainer.state.global_step == 2 and all(math.isfinite(v) for e in trainer.state.log_history for v in e.values() if isinstance(v, float))
+    assert set(trainer.method.state_dict()) == set(names)
+    assert any(not torch.equal(v, before[k]) for k, v in trainer.policy.model.state_dict().items()) or trainer.rollouts.rewards.std() == 0
