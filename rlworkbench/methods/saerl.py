@@ -34,7 +34,7 @@ def elastic_probe(codes, labels,       # (n,M), (n,)
     from sklearn.linear_model import ElasticNet, ElasticNetCV
     if len(codes) != len(labels): raise ValueError(f"one label for each code: got {len(codes)} codes and {len(labels)} labels")
     if (lam is None) != (alpha is None): raise ValueError(f"lam={lam}, alpha={alpha}: give both, or neither for cross-validation")
-    settings = dict(fit_intercept=centre, max_iter=20_000, tol=1e-3 if lam is None else 1e-8)
+    settings = dict(fit_intercept=centre, max_iter=20_000, tol=1e-3 if lam is None else 1e-8, random_state=0)   # without it the global generator is drawn from
     if lam is not None: probe = ElasticNet(lam, l1_ratio=alpha, **settings)
     else: probe = ElasticNetCV(l1_ratio=[.1, .5, .9], alphas=20, cv=_folds(len(labels), folds), **settings)
     return probe.fit(np.asarray(codes, float), np.asarray(labels, float))
