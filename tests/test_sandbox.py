@@ -15,8 +15,13 @@ needs_walls = pytest.mark.skipif(not STRONG, reason="this system allows no names
 SYSTEM_PYTHON = next((p for p in ("/usr/bin/python3", "/usr/local/bin/python3") if os.access(p, os.X_OK)), None)
 
 
-def running(mark):
-    "Numbers of the living processes whose command holds `mark`."
+def running(mark, within=1.5):
+    "Numbers of the living processes whose command holds `mark`, once the kernel has had the time to take the dead ones away."
+    until = time.monotonic() + within
+    while (found := _alive(mark)) and time.monotonic() < until: time.sleep(.02)
+    return found
+
+def _alive(mark):
     found = []
     for p in Path("/proc").iterdir():
         try:
