@@ -1,4 +1,4 @@
-"""Speed as ratios, measured in one run with medians of alternating pairs:  make bench  (about a minute on 2 cores)
+"""Speed as ratios, measured in one run with medians of alternating pairs:  make bench  (about two minutes on 2 cores)
 
 Nothing here is a test: a busy machine gives other numbers. Bounds are what the project wants to keep."""
 import argparse, contextlib, io, json, os, statistics, tempfile, time, warnings
@@ -70,13 +70,50 @@ def samplers(rounds):
     gap = ((score_rollouts(policy.model, rollouts).logps - rollouts.logps)*rollouts.policy_mask).abs().max().item()
     return figures, gap
 
+# name -> (what makes the method, world, policy, what it adds to GRPO's step, bound of the ratio)
+def methods():
+    from rlworkbench.method import Compose, Method
+    from rlworkbench.methods.deeptool import DeepTool
+    from rlworkbench.methods.espo import ESPO
+    from rlworkbench.methods.oisd import OISD
+    from rlworkbench.methods.saerl import SAERL
+    from rlworkbench.toolbox.critics import PPO
+    from rlworkbench.worlds.base import make_world
+    chain, tools = (Chain(steps=6), "chain-habits"), (make_world("calculator"), "calc-habits")
+    return {"PPO":  (PPO, *chain, "a critic on kept states; two updates a batch", 2.2),
+            "ESPO": (lambda: Compose(PPO(), ESPO()), *chain, "PPO's, and a look at every token while it is drawn", 2.3),
+            "OISD, think": (lambda: OISD(lambda_attn=0), *chain, "the head twice more on trained tokens", 1.3),
+            "OISD, both": (OISD, *chain, "the head twice more, and attention in its explicit form", 1.5),
+            "SAERL": (lambda: SAERL(n_labels=16, clusters=2, n_latents=64, k=4, sae_steps=50, drop=0.), *chain, "nothing; its work is done before training", 1.05),
+            "DeepTool": (lambda: DeepTool(variant="episodes"), *tools, "the reference's verdict on each turn", 1.2)}
+
+def per_method(rounds):
+    "A whole step (rollouts and updates) of each method over GRPO's on the same world; weights hardly move, so lengths stay alike."
+    from rlworkbench.method import Method
+    found = {}
+    for name, (make, world, policy, extra, bound) in methods().items():
+        def stepper(method):
+            passes = method.training.get("num_iterations", 1)
+            args = training_config(tempfile.mkdtemp(), updates=passes*(2*rounds + 8), max_completion_length=LENGTH, learning_rate=1e-6, **method.training)
+            trainer = Trainer(load_policy(policy), world, world.problems(16*(2*rounds + 8), seed=0), method, args)
+            batches = iter(trainer.get_train_dataloader()); trainer.model.train()
+            trainer.create_optimizer_and_scheduler(passes*(2*rounds + 8)); trainer.current_gradient_accumulation_steps = 1
+            def step():
+                for _ in range(passes):
+                    trainer.training_step(trainer.model, next(batches), None)
+                    trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.)
+                    trainer.optimizer.step(); trainer.model.zero_grad(); trainer.method.after_update(trainer)
+            return step
+        found[f"step of {name} / GRPO ({extra})"] = (*paired(stepper(make()), stepper(Method()), rounds), bound)
+    return found
+
 if __name__ == "__main__":
     ap = argparse.ArgumentParser(description=__doc__); ap.add_argument("--rounds", type=int, default=15); ap.add_argument("--json")
     o = ap.parse_args()
     print(f"{torch.get_num_threads()} threads, {o.rounds} pairs")
-    with contextlib.redirect_stdout(io.StringIO()): (figures, gap), steps = samplers(o.rounds), trainers(o.rounds)
-    figures |= steps
+    with contextlib.redirect_stdout(io.StringIO()): (figures, gap), steps, each = samplers(o.rounds), trainers(o.rounds), per_method(max(3, o.rounds//2))
+    figures |= steps | each
     for name, (a, b, ratio, bound) in figures.items():
-        print(f"{name:55} {a*1000:7.0f} ms / {b*1000:7.0f} ms = {ratio:.2f}  (wanted: at most {bound})")
-    print(f"{'log-probs, sampled against teacher-forced':55} largest difference {gap:.1e}  (wanted: at most 1e-4)")
+        print(f"{name:90} {a*1000:7.0f} ms / {b*1000:7.0f} ms = {ratio:.2f}  (wanted: at most {bound})")
+    print(f"{'log-probs, sampled against teacher-forced':90} largest difference {gap:.1e}  (wanted: at most 1e-4)")
     if o.json: open(o.json, "w").write(json.dumps({"figures": figures, "logps_gap": gap}, indent=1))
