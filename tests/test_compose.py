@@ -5,6 +5,7 @@ import pytest, torch
 
 from rlworkbench.method import Compose
 from rlworkbench.methods.deeptool import DeepTool
+from rlworkbench.methods.ib_tpo import IBTPO
 from rlworkbench.methods.oisd import OISD
 from rlworkbench.methods.saerl import SAERL
 from rlworkbench.policies import load_policy
@@ -16,7 +17,9 @@ METHODS = {   # name -> what makes it, small
     "SAERL": lambda: SAERL(n_labels=8, clusters=2, n_latents=32, k=4, sae_steps=20, drop=0.),   # first: it orders the problems that others change
     "DeepTool": lambda: DeepTool(),
     "OISD": lambda: OISD(layer=1),
+    "IBTPO": lambda: IBTPO(shape=(2, 3, 1, 1)),   # last: no sampler stands over its own
 }
+NO_WORLD = {("DeepTool", "IBTPO"): "IBTPO branches within one completion"}   # pairs that no world serves: calls belong to the one, single turns to the other
 
 def home(names): return (CALCULATOR, "calc-habits") if "DeepTool" in names else (CHAIN, "chain-habits")
 
@@ -28,7 +31,11 @@ def test_two_methods_train_together_or_are_refused_together(names, tmp_path):
         return
     world, policy = home(names)
     settings = {"num_problems": 2, "num_generations": 4, "updates": 2, "max_completion_length": 48, **method.training}
-    trainer = Trainer(load_policy(policy), world, world.problems(24), method, training_config(tmp_path, **settings))
+    def make(): return Trainer(load_policy(policy), world, world.problems(24), method, training_config(tmp_path, **settings))
+    if names in NO_WORLD:
+        with pytest.raises(ValueError, match=NO_WORLD[names]): make()
+        return
+    trainer = make()
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
     trainer.train()
     assert trainer.state.global_step == 2 and all(math.isfinite(v) for e in trainer.state.log_history for v in e.values() if isinstance(v, float))
