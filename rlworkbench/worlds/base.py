@@ -117,6 +117,7 @@ WORLDS = { # name -> module, class, what to write
     "gym":   ("rlworkbench.worlds.gym", "Gym", "gym:NAME of a reasoning-gym data set, for example gym:chain_sum"),
     "calculator": ("rlworkbench.worlds.calculator", "Calculator", "calculator"),
     "families": ("rlworkbench.worlds.families", "Families", "families"),
+    "countdown": ("rlworkbench.worlds.countdown", "Countdown", "countdown"),
     "prover": ("rlworkbench.worlds.prover", "Prover", "prover"),
     "hub":   ("rlworkbench.worlds.hub", "Hub", "hub:NAME of a hub data set or a folder, for example hub:gsm8k"),
 }
