@@ -374,6 +374,7 @@ RECIPES = {r.name: r for r in (
     *(Recipe(name, "calculator", (Stage(600, 3e-3, "reference"), Stage(150, 1e-3, "habits")), layers=2, context=192, dials=dials)
       for name, dials in (("calc-habits", {}), ("calc-quiet", dict(think=False)), ("calc-unperturbed", dict(perturb=0.)))),
 )}
+RECIPES["chain-hard"] = RECIPES["chain-habits"].then(Stage(150, 1e-3, "verbose", dict(careful=.15, slip=.4, recheck=.15)), name="chain-hard")   # most groups fail as a whole
 
 # %% ../nbs/core/policies.ipynb #0cc0bdf7
 def load_policy(name:str|Path|Recipe, # of a recipe in `RECIPES`, a recipe, a model folder, or a hub id
