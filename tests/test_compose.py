@@ -8,6 +8,7 @@ from rlworkbench.methods.deeptool import DeepTool
 from rlworkbench.methods.ib_tpo import IBTPO
 from rlworkbench.methods.oisd import OISD
 from rlworkbench.methods.saerl import SAERL
+from rlworkbench.methods.verigate import VeriGate
 from rlworkbench.policies import load_policy
 from rlworkbench.trainer import Trainer, training_config
 from rlworkbench.worlds.base import make_world
@@ -17,6 +18,7 @@ METHODS = {   # name -> what makes it, small
     "SAERL": lambda: SAERL(n_labels=8, clusters=2, n_latents=32, k=4, sae_steps=20, drop=0.),   # first: it orders the problems that others change
     "DeepTool": lambda: DeepTool(),
     "OISD": lambda: OISD(layer=1),
+    "VeriGate": lambda: VeriGate(lambda problems, completions, spans: [[(b - a)/10 for a, b in some] for some in spans]),   # longer lines are better
     "IBTPO": lambda: IBTPO(shape=(2, 3, 1, 1)),   # last: no sampler stands over its own
 }
 NO_WORLD = {("DeepTool", "IBTPO"): "IBTPO branches within one completion"}   # pairs that no world serves: calls belong to the one, single turns to the other
