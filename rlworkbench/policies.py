@@ -369,8 +369,12 @@ RECIPES = {r.name: r for r in (
     Recipe("gym-chain_sum", "gym:chain_sum", context=64,
            dials=dict(brief=True, min_terms=2, max_terms=3, min_digits=1, max_digits=1, careful=.2, slip=.7),
            stages=(Stage(900, 3e-3, "habits", dict(careful=.6)), Stage(60, 5e-4, "habits"))),
+    Recipe("prover-habits", "prover", dials=dict(walks=True, hinted=.5), layers=2, context=32,    # half of its walks carry a hint
+           stages=(Stage(1800, 3e-3, "clean", dict(slip=0.)), Stage(600, 1e-3, "habits", dict(slip=.3)))),
     Recipe("families-habits", "families", dials=dict(corrupt=0.), context=64, stages=(Stage(1000, 3e-3, "clean"), Stage(200, 1e-3, "habits"))),
     Recipe("families-habits-small", "families", dials=dict(corrupt=0.), context=64, width=64, stages=(Stage(900, 3e-3, "clean"), Stage(200, 1e-3, "habits"))),
+    Recipe("countdown-openers", "countdown", dials=dict(works=(2, 3)), context=64,           # openers thirty-fold apart in frequency, alike in merit
+           stages=(Stage(900, 3e-3, "clean", dict(frequencies=(.125,)*8, suited=.7)), Stage(150, 1e-3, "habits"))),
     *(Recipe(name, "calculator", (Stage(600, 3e-3, "reference"), Stage(150, 1e-3, "habits")), layers=2, context=192, dials=dials)
       for name, dials in (("calc-habits", {}), ("calc-quiet", dict(think=False)), ("calc-unperturbed", dict(perturb=0.)))),
 )}
