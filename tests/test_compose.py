@@ -7,6 +7,7 @@ from rlworkbench.method import Compose
 from rlworkbench.methods.deeptool import DeepTool
 from rlworkbench.methods.ib_tpo import IBTPO
 from rlworkbench.methods.oisd import OISD
+from rlworkbench.methods.reft import REFT
 from rlworkbench.methods.saerl import SAERL
 from rlworkbench.methods.verigate import VeriGate
 from rlworkbench.policies import load_policy
@@ -19,6 +20,7 @@ METHODS = {   # name -> what makes it, small
     "DeepTool": lambda: DeepTool(),
     "OISD": lambda: OISD(layer=1),
     "VeriGate": lambda: VeriGate(lambda problems, completions, spans: [[(b - a)/10 for a, b in some] for some in spans]),   # longer lines are better
+    "REFT": lambda: REFT(k=2),
     "IBTPO": lambda: IBTPO(shape=(2, 3, 1, 1)),   # last: no sampler stands over its own
 }
 NO_WORLD = {("DeepTool", "IBTPO"): "IBTPO branches within one completion"}   # pairs that no world serves: calls belong to the one, single turns to the other

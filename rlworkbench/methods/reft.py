@@ -121,25 +121,30 @@ class OpenerSampler(Sampler):
         inner = own.pop("inner", self.inner)
         return replace(self, inner=inner.replace(**changes) if changes else inner, **own)
     def with_monitor(self, monitor): return replace(self, inner=self.inner.with_monitor(monitor))
+    @property
+    def core(self): # `inner` itself, or what it takes its turns with
+        found = self.inner
+        while isinstance(getattr(found, "inner", None), Sampler): found = found.inner
+        return found
     def never(self)->set:
         "Ids that open nothing: end tokens, the tokenizer's special ones, and those of `banned`."
-        return {*self.inner._ends(), *getattr(self.inner.tokenizer, "all_special_ids", ()), *self.banned}
+        return {*self.core._ends(), *getattr(self.core.tokenizer, "all_special_ids", ()), *self.banned}
     def first_logits(self, prompt_ids)->Tensor: # (P,V)
         "What the policy says before the first token, in one pass."
         look = FirstLook()
-        self.inner.replace(max_new_tokens=1, monitors=(look,), value_fn=None, keep=()).sample(prompt_ids)
+        self.core.replace(max_new_tokens=1, monitors=(look,), value_fn=None, keep=()).sample(prompt_ids)
         return look.seen["first_logits"]
     def pick(self, prompt_ids:list, # one prompt a group
              num_generations:int)->Tensor: # (P,G)
         "First tokens for the rollouts of each prompt, by the policy as it is now."
         logits = self.first_logits(prompt_ids)
         if self.opener_mode == "policy":
-            s = self.inner
+            s = self.core
             return choose(logits.repeat_interleave(num_generations, 0), s.temperature, s.top_k, s.top_p, s.greedy)[0].view(-1, num_generations)
         candidates = opener_candidates(logits, self.n, self.never())
         return allot(draw_openers(candidates, torch.rand(candidates.shape, device=candidates.device), self.k), num_generations)
     def sample(self, prompt_ids, *, forced=None, prefixes=None, group=None, problems=None)->Rollouts:
-        look = FirstLook(self.inner.temperature)
+        look = FirstLook(self.core.temperature)
         inner = self.inner.with_monitor(look)
         if self.opener_mode == "off": return inner.sample(prompt_ids, forced=forced, prefixes=prefixes, group=group, problems=problems)
         if forced is not None or prefixes is not None: raise ValueError("REFT chooses the first token after the prompt: `forced` and `prefixes` have no place beside it; put a fixed beginning into the prompt")
