@@ -10,6 +10,7 @@ from rlworkbench.losses import jsd
 from rlworkbench.method import Compose, Method, Step
 from rlworkbench.methods.oisd import OISD, Lens, by_sign, lens_report, look_divergence, shuffled, sign_weights, think_divergence, weighted_mean
 from rlworkbench.policies import add_lora, load_policy
+from rlworkbench.rollouts import split_head
 from rlworkbench.trainer import Looks, Trainer, training_config
 from rlworkbench.worlds.base import make_world
 
@@ -336,8 +337,22 @@ def test_works_beside_another_method_and_under_lora(policy, tmp_path):
 
 def test_slices_of_a_batch_give_the_mean_of_their_losses(policy, tmp_path):
     "Gradient accumulation: every slice is divided by its own tokens, and the slices by their number, as in the trainer's own loss."
-    trainer = run(policy, tmp_path, OISD(), updates=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert math.isfinite(trainer.state.log_history[0]["auxiliary_loss"])
+    found = []
+    class Watched(OISD):
+        def auxiliary_loss(self, step):
+            loss = super().auxiliary_loss(step)
+            decoder, head, _ = split_head(step.run.model)
+            with torch.no_grad():
+                p, q = (head(x).log_softmax(-1) for x in (step.hidden, decoder.norm(step.layers[self.layer])))
+                m = torch.logaddexp(p, q) - math.log(2)
+                d = ((p.exp()*(p - m)).sum(-1) + (q.exp()*(q - m)).sum(-1))/2
+                found.append((loss.item(), ((step.advantages*d*step.mask).sum()/step.mask.sum()).item(), int(step.mask.sum())))
+            return loss
+    trainer = run(policy, tmp_path, Watched(lambda_attn=0), updates=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    (a, by_hand_a, n_a), (b, by_hand_b, n_b) = found
+    assert a == pytest.approx(by_hand_a, abs=1e-5) and b == pytest.approx(by_hand_b, abs=1e-5) and abs(a) + abs(b) > 1e-4
+    assert trainer.state.log_history[0]["auxiliary_loss"] == pytest.approx((a + b)/2, abs=1e-6)
+    assert n_a != n_b and abs((a + b)/2 - (a*n_a + b*n_b)/(n_a + n_b)) > 1e-6      # the mean over all tokens would be another number
 
 
 def test_what_cannot_work_is_refused_by_name(policy, tmp_path):
