@@ -227,7 +227,7 @@ class Trainer(GRPOTrainer):
         self.problems, self.n_sampled, self.rollouts, self.verified = fitting(policy, as_problems(problems), args.max_completion_length), 0, None, None
         self.args, self.sampler = args, None
         self.method.prepare(self)
-        self.problems = list(self.method.curriculum(self.problems))
+        self.problems = fitting(policy, list(self.method.curriculum(self.problems)), args.max_completion_length)   # once more: a method may have made prompts longer
         needed = args.generation_batch_size//args.num_generations
         if len(self.problems) < needed: raise ValueError(f"{len(self.problems)} problems do not fill one batch of {needed}, so nothing would be trained: give more problems, or lower num_problems")
         data = Dataset.from_list([{"prompt": p.prompt, "problem_idx": i} for i, p in enumerate(self.problems)])

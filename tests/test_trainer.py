@@ -433,6 +433,10 @@ def test_r8_prompts_longer_than_the_context_are_dropped_and_counted(policy, tmp_
         trainer = ours(policy, config(tmp_path, num_problems=2, updates=1), problems=[*WORLD.problems(4, seed=0), long])
     trainer.train()
     assert len(trainer.problems) == 4 and trainer.rollouts.lengths.min() >= 1
+    class Longer(Method):
+        def curriculum(self, problems): return [*problems[:4], long]
+    with pytest.warns(UserWarning, match="1 of 5 problems dropped"): trainer = ours(policy, config(tmp_path, num_problems=2, updates=1), Longer(), problems=WORLD.problems(8, seed=0))
+    assert len(trainer.problems) == 4                              # a prompt that a method made too long goes as well
     with pytest.raises(ValueError, match="no prompt fits: the shortest has 101 tokens.*lower max_completion_length"): ours(policy, config(tmp_path), problems=[long])
 
 @pytest.mark.parametrize("name, value", [("loss_type", "vespo"), ("top_entropy_quantile", .2), ("entropy_coef", .1), ("min_p", .1), ("repetition_penalty", 1.2),
